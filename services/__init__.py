@@ -1,0 +1,1 @@
+"""The four services and the command line. A service imports `quartet.shared` and itself, nothing else."""

@@ -1,0 +1,1 @@
+"""The `quartet` command: spawns the services and imports none of them."""

@@ -1,0 +1,1 @@
+"""Owns client connections, streams and limits; knows nothing of tokens' meaning, KV or models."""

@@ -1,0 +1,1 @@
+"""Owns chat templates, encoding, incremental decoding and stop strings; knows nothing of scheduling."""

@@ -1,0 +1,1 @@
+"""What the services have in common: the wire protocol, links, the ledger, settings, logs."""
