@@ -1,0 +1,483 @@
+"""Links over ZeroMQ: a ROUTER that binds, a DEALER that dials, in an event loop or in a thread.
+
+Frames are [session][payload] (see link.py); nothing is ever unpickled. Sockets are read through
+their file descriptor instead of zmq.asyncio, whose futures cost several times a frame's own price.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from quartet.shared.link import BinderLink, DialerLink, Handler, Identity, Link, Peer, Status
+from quartet.shared.liveness import StatusFile
+from quartet.shared.messages import Hello, Message
+
+__all__ = ["AddressInUse", "Binder", "Dialer", "Handler", "Identity", "Peer", "Status", "ThreadDialer", "ipc_address"]
+
+MAX_FRAME_BYTES = 64 * 2**20
+QUEUE_FRAMES = 100_000
+LINGER_MS = 200
+RECONNECT_MS = 10
+RECONNECT_MAX_MS = 250
+READ_BATCH = 256
+# A ROUTER forgets a lost connection a moment before or after its monitor tells of it.
+PROBE_DELAYS = (0.0, 0.01, 0.05, 0.25)
+
+
+class AddressInUse(OSError):
+    """Another process serves this address."""
+
+
+def ipc_address(run_dir: str | Path, link_name: str) -> str:
+    """The default address of a link on one host, the same for both of its ends."""
+    path = Path(run_dir) / f"{link_name}.sock"
+    if len(os.fsencode(path)) > zmq.IPC_PATH_MAX_LEN:
+        raise ValueError(f"run_dir: the socket path {path} is longer than {zmq.IPC_PATH_MAX_LEN} bytes")
+    return f"ipc://{path}"
+
+
+def _configure(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
+    socket.setsockopt(zmq.IPV6, 1)
+
+
+def _dealer(context: zmq.Context[zmq.Socket[bytes]], identity: Identity) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    _configure(socket)
+    # Unique per process, so that two services of one name never take each other's place.
+    socket.setsockopt(zmq.ROUTING_ID, f"{identity.name[:200]}.{identity.incarnation:016x}".encode()[:255])
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+    return socket
+
+
+class _BindLock:
+    """ZeroMQ's bind steals a live ipc path; this lock, which dies with its process, prevents it."""
+
+    def __init__(self, address: str) -> None:
+        self._fd = -1
+        if not address.startswith("ipc://"):
+            return
+        path = address.removeprefix("ipc://") + ".lock"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(fd)
+            raise AddressInUse(f"{address} is served by another process") from error
+        self._fd = fd
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class _LoopSocket:
+    """Reads a ZeroMQ socket in an event loop. Its descriptor is edge-triggered, and a send may
+    swallow the edge, so both ends of every drain look at the socket's own events again."""
+
+    def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
+        self.socket = socket
+        self._on_frames = on_frames
+        self._loop = asyncio.get_running_loop()
+        self._fd = socket.getsockopt(zmq.FD)
+        self._scheduled = False
+        self._closed = False
+        self._loop.add_reader(self._fd, self._drain)
+        self._schedule()
+
+    def send(self, frames: list[bytes]) -> bool:
+        if self._closed:
+            return False
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        finally:
+            if not self._scheduled and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                self._schedule()
+        return True
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._fd)
+            self.socket.close()
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._scheduled = False
+        for _ in range(READ_BATCH):
+            if self._closed:
+                return
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_frames(frames)
+        self._schedule()
+
+
+class _LoopLink:
+    """What Binder and Dialer share: the socket, its monitor, and the timer."""
+
+    link: Link
+
+    def __init__(self, address: str, status_file: StatusFile | None, status: Callable[[], Status]) -> None:
+        self.address = address
+        self._status_file = status_file
+        self._status = status
+        self._socket: _LoopSocket | None = None
+        self._monitor: _LoopSocket | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken = False
+
+    @property
+    def peers(self) -> dict[bytes, Peer]:
+        return self.link.peers
+
+    @property
+    def frames_dropped(self) -> int:
+        return self.link.frames_dropped
+
+    def announce(self) -> None:
+        """The service's status has changed: tell every peer now."""
+        self.link.announce()
+
+    def announce_model(self) -> None:
+        """identity.model has changed: tell every peer."""
+        self.link.announce_model()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._socket is not None:
+            self._socket.socket.disable_monitor()
+            self._socket.close()
+        if self._monitor is not None:
+            self._monitor.close()
+
+    def wake(self) -> None:
+        if self._loop is not None and not self._woken:
+            self._woken = True
+            self._loop.call_soon(self._run_pending)
+
+    def _run_pending(self) -> None:
+        self._woken = False
+        self.link.run_pending()
+        self._tick()
+
+    def _watch(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._monitor = _LoopSocket(
+            socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED), self._on_monitor
+        )
+        self._socket = _LoopSocket(socket, on_frames)
+
+    def _on_monitor(self, frames: list[bytes]) -> None:
+        self._on_connection(int.from_bytes(frames[0][:2], "little"))
+
+    def _on_connection(self, event: int) -> None:
+        raise NotImplementedError
+
+    def _tick(self) -> None:
+        assert self._loop is not None
+        if self._socket is None or self._socket._closed:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        delay = self.link.tick()
+        if self._status_file is not None:
+            self._status_file.write(self._status())
+        self._timer = self._loop.call_later(delay, self._tick)
+
+
+class Binder(_LoopLink):
+    """A bound ROUTER. `accept` gives a reason to refuse a dialer, or None."""
+
+    link: BinderLink
+
+    def __init__(
+        self,
+        address: str,
+        identity: Identity,
+        handler: Handler,
+        status: Callable[[], Status],
+        *,
+        accept: Callable[[Hello], str | None] = lambda hello: None,
+        status_file: StatusFile | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(address, status_file, status)
+        self._lock: _BindLock | None = None
+        self.link = BinderLink(identity, handler, status, self, clock, accept=accept)
+
+    def start(self) -> None:
+        """Raises AddressInUse, or OSError when the address cannot be bound."""
+        self._lock = _BindLock(self.address)
+        socket = zmq.Context.instance().socket(zmq.ROUTER)
+        _configure(socket)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        try:
+            socket.bind(self.address)
+        except zmq.ZMQError as error:
+            socket.close()
+            self._lock.release()
+            kind = AddressInUse if error.errno == zmq.EADDRINUSE else OSError
+            raise kind(f"cannot bind {self.address}: {error.strerror}") from error
+        self._watch(socket, self._on_frames)
+        self._tick()
+
+    async def start_when_free(self, poll: float = 0.02) -> None:
+        """Like start, but waits while another process serves the address (a rolling upgrade)."""
+        while True:
+            try:
+                return self.start()
+            except AddressInUse:
+                await asyncio.sleep(poll)
+
+    def close(self) -> None:
+        super().close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def send(self, route: bytes, session: bytes, payload: bytes) -> bool:
+        return self._socket is not None and self._socket.send([route, session, payload])
+
+    def reconnect(self) -> None:
+        """A binder cannot dial."""
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) == 3:
+            self.link.on_frame(*frames)
+        else:
+            self.link.frames_dropped += 1
+
+    def _on_connection(self, event: int) -> None:
+        if event == zmq.Event.DISCONNECTED and self._loop is not None:
+            for delay in PROBE_DELAYS:
+                self._loop.call_later(delay, self._probe)
+
+    def _probe(self) -> None:
+        if self._socket is not None and not self._socket._closed:
+            self.link.probe()
+
+
+class Dialer(_LoopLink):
+    """A DEALER that dials one binder and keeps dialling."""
+
+    link: DialerLink
+
+    def __init__(
+        self,
+        address: str,
+        identity: Identity,
+        handler: Handler,
+        status: Callable[[], Status],
+        *,
+        status_file: StatusFile | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(address, status_file, status)
+        self.link = DialerLink(identity, handler, status, self, clock)
+
+    @property
+    def peer(self) -> Peer | None:
+        return self.link.peer
+
+    def start(self) -> None:
+        socket = _dealer(zmq.Context.instance(), self.link.identity)
+        self._watch(socket, self._on_frames)
+        socket.connect(self.address)
+        self._tick()
+
+    def send(self, route: bytes, session: bytes, payload: bytes) -> bool:
+        return self._socket is not None and self._socket.send([session, payload])
+
+    def reconnect(self) -> None:
+        if self._socket is not None:
+            _redial(self._socket.socket, self.address)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        if len(frames) == 2:
+            self.link.on_frame(*frames)
+        else:
+            self.link.frames_dropped += 1
+
+    def _on_connection(self, event: int) -> None:
+        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+            self.link.on_connected()
+        elif event == zmq.Event.DISCONNECTED:
+            self.link.on_disconnected()
+
+
+def _redial(socket: zmq.Socket[bytes], address: str) -> None:
+    socket.disconnect(address)
+    socket.connect(address)
+
+
+class ThreadDialer:
+    """A Dialer with a thread of its own, for a service whose main thread computes.
+
+    The handler and `status` are called in that thread. `send` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        identity: Identity,
+        handler: Handler,
+        status: Callable[[], Status],
+        *,
+        status_file: StatusFile | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address = address
+        self._status = status
+        self._status_file = status_file
+        self._outbox: collections.deque[tuple[Message, Peer | None]] = collections.deque()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = False
+        self._announcing = False
+        self._socket: zmq.Socket[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+        self.link = DialerLink(identity, handler, status, _ThreadWire(self), clock)
+
+    @property
+    def peer(self) -> Peer | None:
+        return self.link.peer
+
+    @property
+    def frames_dropped(self) -> int:
+        return self.link.frames_dropped
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, message: Message, peer: Peer | None = None) -> None:
+        """Queues a message to `peer`, or to whoever is there when the thread takes it; to nobody
+        when that peer is gone."""
+        self._outbox.append((message, peer))
+        os.eventfd_write(self._wakeup, 1)
+
+    def announce(self) -> None:
+        """The service's status has changed: tell the peer now."""
+        self._announcing = True
+        os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """Sends what is queued and ends the thread."""
+        self._closing = True
+        if self._thread.is_alive():
+            os.eventfd_write(self._wakeup, 1)
+            self._thread.join()
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = self._socket = _dealer(context, self.link.identity)
+        monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        socket.connect(self.address)
+        poller = zmq.Poller()
+        for source in (socket, monitor, self._wakeup):
+            poller.register(source, zmq.POLLIN)
+        try:
+            delay = 0.0
+            tick_at = 0.0
+            while True:
+                ready = dict(poller.poll(max(0, int(delay * 1000) + 1) if delay else 0))
+                if self._wakeup in ready:
+                    os.eventfd_read(self._wakeup)
+                if monitor in ready:
+                    self._read_monitor(monitor)
+                if socket in ready:
+                    self._read(socket)
+                self._flush()
+                now = time.monotonic()
+                if now >= tick_at or monitor in ready:
+                    tick_at = now + self.link.tick()
+                    if self._status_file is not None:
+                        self._status_file.write(self._status())
+                delay = max(0.001, tick_at - now)
+                if self._closing and not self._outbox:
+                    return
+        finally:
+            socket.disable_monitor()
+            monitor.close()
+            socket.close()
+            context.term()
+
+    def _read(self, socket: zmq.Socket[bytes]) -> None:
+        for _ in range(READ_BATCH):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(frames) == 2:
+                self.link.on_frame(*frames)
+            else:
+                self.link.frames_dropped += 1
+
+    def _read_monitor(self, monitor: zmq.Socket[bytes]) -> None:
+        while True:
+            try:
+                event = int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
+            except zmq.Again:
+                return
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.link.on_connected()
+            elif event == zmq.Event.DISCONNECTED:
+                self.link.on_disconnected()
+
+    def _flush(self) -> None:
+        if self._announcing:
+            self._announcing = False
+            self.link.announce()
+        while self._outbox:
+            message, peer = self._outbox.popleft()
+            target = peer or self.link.peer
+            if target is not None:
+                target.send(message)
+        self.link.run_pending()
+
+
+class _ThreadWire:
+    """The link's side of a ThreadDialer's socket; everything runs in the link's thread."""
+
+    def __init__(self, owner: ThreadDialer) -> None:
+        self._owner = owner
+
+    def send(self, route: bytes, session: bytes, payload: bytes) -> bool:
+        socket = self._owner._socket
+        if socket is None:
+            return False
+        try:
+            socket.send_multipart([session, payload], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
+        return True
+
+    def wake(self) -> None:
+        os.eventfd_write(self._owner._wakeup, 1)
+
+    def reconnect(self) -> None:
+        if self._owner._socket is not None:
+            _redial(self._owner._socket, self._owner.address)

@@ -1,0 +1,193 @@
+"""Real sockets: what a link does when processes come, go and queue."""
+
+import asyncio
+import queue
+import time
+
+import pytest
+
+from quartet.shared.link import Identity, Status
+from quartet.shared.liveness import StatusFile, check
+from quartet.shared.messages import GetLoads, Role
+from quartet.shared.transport import AddressInUse, Binder, Dialer, ThreadDialer, ipc_address
+
+
+class Recorder:
+    def __init__(self):
+        self.events = asyncio.Queue()
+
+    def on_up(self, peer):
+        self.events.put_nowait(("up", peer))
+
+    def on_down(self, peer, reason):
+        self.events.put_nowait(("down", peer))
+
+    def on_message(self, peer, message):
+        self.events.put_nowait(("message", message))
+
+    def on_status(self, peer):
+        pass
+
+    async def expect(self, kind, timeout=5.0):
+        while True:
+            got, value = await asyncio.wait_for(self.events.get(), timeout)
+            if got == kind:
+                return value
+
+
+def ready():
+    return Status(0, 0, True)
+
+
+def binder(address, recorder, **options):
+    return Binder(address, Identity(Role.SCHEDULER, "s"), recorder, ready, **options)
+
+
+def dialer(address, recorder, name="t"):
+    return Dialer(address, Identity(Role.TOKENIZER, name), recorder, ready)
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request, tmp_path, unused_port):
+    return ipc_address(tmp_path, "link") if request.param == "ipc" else f"tcp://127.0.0.1:{unused_port}"
+
+
+@pytest.fixture
+def unused_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_messages_pass_both_ways_and_a_new_binder_is_found(address):
+    async def scenario():
+        left, right = Recorder(), Recorder()
+        d = dialer(address, left)
+        d.start()  # the dialer may come first
+        b = binder(address, right)
+        b.start()
+        to_right, to_left = await left.expect("up"), await right.expect("up")
+        for i in range(1000):
+            assert to_right.send(GetLoads(i)) and to_left.send(GetLoads(-i))
+        for i in range(1000):
+            assert await right.expect("message") == GetLoads(i)
+            assert await left.expect("message") == GetLoads(-i)
+        b.close()
+        assert await left.expect("down") is to_right
+        right = Recorder()
+        b = binder(address, right)
+        b.start()
+        assert (await left.expect("up")).incarnation == b.link.identity.incarnation
+        await right.expect("up")
+        b.close()
+        d.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_binder_sees_a_dialer_go_within_milliseconds(address):
+    async def scenario():
+        left, right = Recorder(), Recorder()
+        b, d = binder(address, right), dialer(address, left)
+        b.start()
+        d.start()
+        peer = await right.expect("up")
+        await left.expect("up")
+        d.close()
+        gone_at = time.monotonic()
+        assert await right.expect("down") is peer
+        assert time.monotonic() - gone_at < 2.0  # heartbeats alone would take 2.4 s
+        b.close()
+
+    asyncio.run(scenario())
+
+
+def test_two_dialers_of_one_name_live_side_by_side(address):
+    async def scenario():
+        left, right = Recorder(), Recorder()
+        b, one, two = binder(address, right), dialer(address, left), dialer(address, left)
+        for link in (b, one, two):
+            link.start()
+        await right.expect("up")
+        await right.expect("up")
+        assert len(b.peers) == 2
+        for link in (b, one, two):
+            link.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_second_bind_is_refused_and_can_wait(address):
+    async def scenario():
+        first, second = binder(address, Recorder()), binder(address, Recorder())
+        first.start()
+        with pytest.raises(AddressInUse):
+            second.start()
+        waiting = asyncio.ensure_future(second.start_when_free())
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        first.close()
+        await asyncio.wait_for(waiting, 5)
+        second.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_threaded_dialer_speaks_the_same(tmp_path):
+    address = ipc_address(tmp_path, "link")
+
+    class Threaded:
+        def __init__(self):
+            self.events = queue.SimpleQueue()
+
+        def on_up(self, peer):
+            self.events.put(("up", peer))
+
+        def on_down(self, peer, reason):
+            self.events.put(("down", peer))
+
+        def on_message(self, peer, message):
+            self.events.put(("message", message))
+
+        def on_status(self, peer):
+            pass
+
+    async def scenario():
+        left, right = Threaded(), Recorder()
+        status = StatusFile(tmp_path / "executor.status")
+        thread = ThreadDialer(address, Identity(Role.EXECUTOR, "e"), left, ready, status_file=status)
+        thread.start()
+        b = binder(address, right)
+        b.start()
+        peer = await right.expect("up")
+        get = asyncio.get_running_loop().run_in_executor
+        assert (await get(None, left.events.get))[0] == "up"
+        for i in range(300):
+            peer.send(GetLoads(i))
+            thread.send(GetLoads(i))
+        for i in range(300):
+            assert (await get(None, left.events.get)) == ("message", GetLoads(i))
+            assert await right.expect("message") == GetLoads(i)
+        assert check(tmp_path / "executor.status") is None
+        await get(None, thread.close)
+        await right.expect("down")
+        b.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_status_file_tells_stale_from_ready(tmp_path):
+    path = tmp_path / "x.status"
+    assert "no status" in check(path)
+    StatusFile(path).write(Status(1, 0, False))
+    assert check(path) == "not ready"
+    StatusFile(path).write(Status(1, 0, True))
+    assert check(path) is None
+    assert "silent" in check(path, now=time.time() + 60)
+
+
+def test_an_ipc_path_that_is_too_long_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="run_dir"):
+        ipc_address(tmp_path / ("x" * 120), "link")
