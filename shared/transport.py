@@ -94,7 +94,7 @@ class _LoopSocket:
         self.socket = socket
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
-        self._fd = socket.getsockopt(zmq.FD)
+        self._fd = int(socket.getsockopt(zmq.FD))
         self._scheduled = False
         self._closed = False
         self._loop.add_reader(self._fd, self._drain)
@@ -108,7 +108,7 @@ class _LoopSocket:
         except zmq.ZMQError:
             return False
         finally:
-            if not self._scheduled and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            if not self._scheduled and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 self._schedule()
         return True
 
@@ -233,7 +233,7 @@ class Binder(_LoopLink):
     def start(self) -> None:
         """Raises AddressInUse, or OSError when the address cannot be bound."""
         self._lock = _BindLock(self.address)
-        socket = zmq.Context.instance().socket(zmq.ROUTER)
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         _configure(socket)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
