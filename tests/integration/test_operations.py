@@ -1,0 +1,217 @@
+"""`quartet serve` as an operator meets it: start, port conflict, death, drain, force, and rest."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from support.client import Client, Result
+from support.stack import Stack, eventually, free_port
+
+SMALL = ["--executor-dtype=float32", "--executor-max-model-len=512", "--executor-num-blocks=256"]
+
+
+class Serve:
+    def __init__(self, folder: Path, *flags: str, address: str | None = None) -> None:
+        self.address = address or f"127.0.0.1:{free_port()}"
+        self.log = folder / "serve.log"
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("QUARTET_")}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "quartet.services.cli", "serve"),
+                    *("--gateway-grpc-address", self.address, *SMALL, *flags),
+                ],
+                env=environ,
+                stdout=log,
+                stderr=log,
+            )
+        self.client = Client(self.address)
+
+    def children(self) -> dict[str, psutil.Process]:
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            for role in ("gateway", "tokenizer", "scheduler", "executor"):
+                if f"quartet.services.{role}" in child.cmdline():
+                    found[role] = child
+        return found
+
+
+@pytest.fixture
+def serve(tmp_path):
+    started = []
+
+    def start(*flags, **options):
+        server = Serve(tmp_path, *flags, **options)
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        server.client.close()
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.wait()
+
+
+def gone(processes):
+    return all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes)
+
+
+def test_every_service_comes_back_and_nothing_outlives_serve(serve):
+    server = serve()
+    server.client.wait_ready()
+    assert sorted(server.children()) == ["executor", "gateway", "scheduler", "tokenizer"]
+    expected = server.client.generate("Once upon a time", temperature=0.0, max_tokens=20, ignore_eos=True).text
+    for role in ("tokenizer", "scheduler", "executor", "gateway"):
+        before = server.children()[role]
+        before.kill()
+        eventually(lambda role=role, old=before: server.children().get(role, old).pid != old.pid, 5.0)
+        server.client.wait_ready()
+        result = server.client.generate("Once upon a time", temperature=0.0, max_tokens=20, ignore_eos=True)
+        assert result.text == expected
+    children = list(server.children().values())
+    server.process.kill()
+    server.process.wait()
+    eventually(lambda: gone(children), 5.0, "processes outlived a supervisor that was killed")
+
+
+def test_g4_sigterm_drains_and_exits_with_0(serve):
+    server = serve()
+    server.client.wait_ready()
+    results = [Result() for _ in range(5)]
+    errors = []
+    begun = threading.Barrier(6)
+
+    def follow(result):
+        try:
+            for response in server.client.stream("Once upon a time", max_tokens=100, ignore_eos=True):
+                result.add(response)
+                if len(result.choices) == 1 and len(result.token_ids) == 1:
+                    begun.wait(30)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=follow, args=(result,)) for result in results]
+    for thread in threads:
+        thread.start()
+    begun.wait(30)
+    children = list(server.children().values())
+    server.process.terminate()
+    eventually(lambda: refused_new_work(server.client), 5.0)
+    for thread in threads:
+        thread.join(60)
+    assert not errors and all(len(r.token_ids) == 100 and r.usage is not None for r in results)
+    assert server.process.wait(20) == 0
+    assert gone(children)
+
+
+def refused_new_work(client):
+    try:
+        client.generate("x", max_tokens=1, timeout=2)
+    except grpc.RpcError as error:
+        return error.code() == grpc.StatusCode.UNAVAILABLE
+    return False
+
+
+def test_g4_a_second_signal_forces(serve):
+    server = serve()
+    server.client.wait_ready()
+    stream = server.client.stream("Once upon a time", max_tokens=450, ignore_eos=True)
+    next(stream)
+    children = list(server.children().values())
+    server.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(5) != 0
+    eventually(lambda: gone(children), 2.0)
+
+
+def test_g4_sigterm_while_loading(serve):
+    server = serve()
+    eventually(lambda: "executor" in server.children(), 20.0)
+    server.process.terminate()
+    assert server.process.wait(10) == 0
+
+
+def test_g9_a_taken_port_is_told_before_anything_is_loaded(serve):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        begin = time.monotonic()
+        server = serve(address=f"127.0.0.1:{port}")
+        code = server.process.wait(20)
+        assert code not in (0, None) and time.monotonic() - begin < 15
+        log = server.log.read_text()
+        assert str(port) in log and "peer up" not in log
+
+
+def test_an_immediate_restart_works(serve):
+    first = serve()
+    first.client.wait_ready()
+    address = first.address
+    first.process.kill()
+    first.process.wait()
+    second = serve(address=address)
+    second.client.wait_ready()
+    assert second.client.generate("hello", max_tokens=1).usage.completion_tokens == 1
+
+
+def test_a_wrong_setting_is_refused_by_name(serve):
+    for flag in ("--executor-dtype=float8", "--scheduler-no-such-setting=1"):
+        server = serve(flag)
+        assert server.process.wait(30) == 2
+        assert flag.removeprefix("--").partition("=")[0].split("-", 1)[1].replace("-", "[-_]")[:5] in (
+            server.log.read_text()
+        )
+
+
+def test_g2_a_frozen_or_dead_executor_is_seen_and_heals(tmp_path):
+    stack = Stack(tmp_path, executor_dtype="float32", executor_max_model_len=512, executor_num_blocks=256).start()
+    client = Client(stack.address)
+    try:
+        client.wait_ready()
+        stack.signal("executor", signal.SIGSTOP)
+        eventually(lambda: not ready(client), 6.0, "a frozen executor went unnoticed")
+        stack.signal("executor", signal.SIGCONT)
+        client.wait_ready(10.0)
+        assert client.generate("hello", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
+        stack.kill("executor")
+        eventually(lambda: not ready(client), 3.0)
+        stack.start("executor")
+        client.wait_ready(30.0)
+        assert client.generate("hello", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
+    finally:
+        client.close()
+        stack.stop()
+
+
+def ready(client):
+    try:
+        client.wait_ready(0.2)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_g1_at_rest_the_processes_sleep(tmp_path):
+    stack = Stack(tmp_path, executor_dtype="float32", executor_max_model_len=512, executor_num_blocks=256).start()
+    client = Client(stack.address)
+    try:
+        client.wait_ready()
+        client.generate("hello", max_tokens=2)
+        time.sleep(1.0)
+        before = stack.cpu_seconds()
+        time.sleep(5.0)
+        used = {name: seconds - before[name] for name, seconds in stack.cpu_seconds().items()}
+        # 10 % of a core is far above rest and far below a loop that spins.
+        assert max(used.values()) < 0.5, used
+    finally:
+        client.close()
+        stack.stop()

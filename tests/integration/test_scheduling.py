@@ -1,0 +1,166 @@
+"""Cancel, deadlines, fairness and a pool that is too small, on the real processes."""
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from support.client import Result
+from support.oracle import assert_greedy
+from support.stack import eventually
+
+from quartet.shared.pb import inference_pb2 as pb
+
+
+def words(count):
+    return "one" + " one" * (count - 1)
+
+
+def at_rest(client):
+    eventually(client.at_rest, 5.0, "blocks or rows were not given back")
+
+
+def test_c10_streams_that_are_left_leave_nothing(client):
+    for _ in range(400):
+        stream = client.stream("Once upon a time", max_tokens=100, ignore_eos=True)
+        next(stream)
+        stream.cancel()
+    at_rest(client)
+    assert client.generate("hello", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
+
+
+def test_c13_aborts_at_once_are_harmless(client):
+    def normal(i):
+        return client.generate(f"Number {i} is", temperature=0.0, max_tokens=20, ignore_eos=True).token_ids
+
+    solo = [normal(i) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(normal, i) for i in range(4)]
+        for _ in range(200):
+            client.stream("Once upon a time", max_tokens=100, ignore_eos=True).cancel()
+        assert [r.result() for r in running] == solo
+    at_rest(client)
+    client.stub.Abort(pb.AbortRequest(request_id="00000000deadbeef"))
+
+
+@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
+def test_c12_g5_a_cancel_ends_the_work_in_every_phase(client, phase):
+    stream = client.stream(words(1500) if phase == "prefill" else "hello", max_tokens=500, ignore_eos=True)
+    if phase == "decode":
+        result = Result()
+        while not result.choices:
+            result.add(next(stream))
+    elif phase == "prefill":
+        eventually(lambda: client.loads().num_running == 1)
+    stream.cancel()
+    eventually(client.at_rest, 1.0 + 1.0)
+
+
+def test_g5_a_deadline_ends_the_work(client):
+    with pytest.raises(grpc.RpcError) as caught:
+        for _ in client.stream("hello", max_tokens=2000, ignore_eos=True, timeout=0.7):
+            pass
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    at_rest(client)
+    with pytest.raises(grpc.RpcError) as caught:
+        next(client.stream("hello", max_tokens=100, timeout=-1))
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_abort_ends_a_stream_with_its_reason(client):
+    result = Result()
+    for response in client.stream("hello", max_tokens=1000, ignore_eos=True):
+        result.add(response)
+        if len(result.choices.get(0, Result()).token_ids if result.choices else []) == 5:
+            client.stub.Abort(pb.AbortRequest(request_id=result.started.request_id))
+    assert result.finish_reason == "ABORT" and result.usage is not None
+    at_rest(client)
+
+
+def test_attach_takes_over_a_stream(client):
+    whole = client.generate("Once upon a time", temperature=0.0, max_tokens=60, ignore_eos=True)
+    first, second = Result(), Result()
+    stream = client.stream("Once upon a time", temperature=0.0, max_tokens=60, ignore_eos=True)
+    for response in stream:
+        first.add(response)
+        if first.choices and len(first.token_ids) >= 10:
+            break
+    position = pb.ChoicePosition(index=0, next_index=len(first.token_ids))
+    second.choices, second.started = first.choices, None
+    for response in client.stub.Attach(pb.AttachRequest(request_id=first.started.request_id, positions=[position])):
+        second.add(response)
+    assert second.text == whole.text and second.token_ids == whole.token_ids
+    with pytest.raises(grpc.RpcError) as caught:
+        for _ in stream:
+            pass
+    assert caught.value.code() == grpc.StatusCode.ABORTED
+    with pytest.raises(grpc.RpcError) as caught:
+        list(client.stub.Attach(pb.AttachRequest(request_id="00000000deadbeef")))
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_c15_a_long_prompt_starves_nobody(client):
+    """A decodes; B brings 2,000 tokens; C brings 10 and has its first token before B."""
+    a = Result()
+    first_token = {}
+
+    def run(name, prompt, result, count):
+        for response in client.stream(prompt, max_tokens=count, ignore_eos=True, temperature=0.0):
+            result.add(response)
+            if result.choices and name not in first_token:
+                first_token[name] = time.monotonic()
+
+    threads = [threading.Thread(target=run, args=("a", "Once upon a time", a, 150))]
+    threads[0].start()
+    eventually(lambda: "a" in first_token, 20)
+    b_sent = time.monotonic()
+    threads.append(threading.Thread(target=run, args=("b", "b " + words(2000), Result(), 2)))
+    threads[1].start()
+    eventually(lambda: client.loads().num_running == 2)
+    threads.append(threading.Thread(target=run, args=("c", "c " + words(10), Result(), 2)))
+    threads[2].start()
+    for thread in threads:
+        thread.join(120)
+    assert first_token["c"] < first_token["b"]
+    during = sum(b_sent < t < first_token["b"] for t in a.choices[0].times)
+    assert during >= 5, "A stood still while B's prompt was computed"
+
+
+def test_c1_c8_a_small_pool_and_a_small_budget_change_no_text(small, reference):
+    """A pool for about two requests, a budget of 64 tokens, six long generations, two of them aborted."""
+    stack = small(executor_num_blocks=40, executor_max_num_batched_tokens=64)
+    prompts = [words(length) + f" {i}" for i, length in enumerate((63, 64, 65, 200, 30, 90))]
+    rng = random.Random(4)
+    for _ in range(3):
+        aborted = set(rng.sample(range(6), 2))
+
+        def run(i, aborted=aborted):
+            if i not in aborted:
+                return stack.client.generate(prompts[i], temperature=0.0, max_tokens=180, ignore_eos=True)
+            stream = stack.client.stream(prompts[i], temperature=0.0, max_tokens=180, ignore_eos=True)
+            time.sleep(rng.random() * 3)
+            stream.cancel()
+            return None
+
+        with ThreadPoolExecutor(6) as pool:
+            results = list(pool.map(run, range(6)))
+        for result in results:
+            if result is not None:
+                assert len(result.token_ids) == 180
+                assert_greedy(reference, list(result.started.prompt_token_ids), result.token_ids)
+        at_rest(stack.client)
+    assert stack.client.loads().num_preemptions_total > 0
+
+
+def test_c7_a_shared_system_prompt_contaminates_nobody(client, small):
+    system = {"role": "system", "content": "You answer with one short sentence. " * 6}
+    chats = [[system, {"role": "user", "content": f"Tell me about the number {i}."}] for i in range(12)]
+    options = {"temperature": 0.0, "max_tokens": 24}
+    solo = [client.generate(c, cache_salt=f"solo {i}", **options).text for i, c in enumerate(chats)]
+    with ThreadPoolExecutor(12) as pool:
+        for _ in range(3):
+            results = list(pool.map(lambda c: client.generate(c, **options), chats))
+            assert [r.text for r in results] == solo
+    assert all(r.usage.cached_tokens >= 16 for r in results)
