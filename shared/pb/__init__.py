@@ -1,0 +1,1 @@
+"""Generated from proto/ by tools/generate_pb.py."""

@@ -1,0 +1,27 @@
+"""`python -m quartet.services.gateway`: runs the gateway."""
+
+from __future__ import annotations
+
+import sys
+
+import uvloop
+
+from quartet.services.gateway.service import serve
+from quartet.services.gateway.settings import GatewaySettings
+from quartet.shared.config import load_settings
+from quartet.shared.log import configure_logging
+
+
+def main(argv: list[str] | None = None) -> int:
+    settings = load_settings(
+        GatewaySettings,
+        section="gateway",
+        argv=sys.argv[1:] if argv is None else argv,
+        description="Takes requests over gRPC and streams their answers.",
+    )
+    configure_logging("gateway", settings.log_level, settings.log_format, settings.name)
+    return uvloop.run(serve(settings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

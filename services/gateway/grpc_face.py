@@ -1,0 +1,297 @@
+"""The public gRPC API over the stream table."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, Protocol, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message as ProtoMessage
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from quartet.services.gateway import convert
+from quartet.services.gateway.calls import Answer
+from quartet.services.gateway.settings import GatewaySettings
+from quartet.services.gateway.stream import StreamError, Subscription
+from quartet.services.gateway.stream_table import StreamTable
+from quartet.shared.log import get_logger
+from quartet.shared.messages import Decode, Decoded, Encode, Encoded, ErrorCode, GetLoads, Loads, Message
+from quartet.shared.pb import inference_pb2 as pb
+from quartet.shared.pb import inference_pb2_grpc as pb_grpc
+from quartet.shared.sampling_params import InvalidField, RequestLimits
+
+SERVICE = "inference.v1.InferenceService"
+RETRY_AFTER = "retry-after-ms"
+
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+_log = get_logger()
+
+A = TypeVar("A", Loads, Encoded, Decoded)
+
+
+class Context(Protocol):
+    """What is used of grpc.aio.ServicerContext."""
+
+    async def write(self, message: ProtoMessage) -> None: ...
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str], ...] = ()
+    ) -> NoReturn: ...
+
+
+class BindError(OSError):
+    """The address cannot be served."""
+
+
+class InferenceServicer(pb_grpc.InferenceServiceServicer):
+    """Maps each call to the stream table; an error becomes a status that names the field."""
+
+    def __init__(self, table: StreamTable, settings: GatewaySettings, version: str) -> None:
+        self._table = table
+        self._settings = settings
+        self._version = version
+        self._limits = RequestLimits(
+            max_n=settings.max_n,
+            max_logprobs=settings.max_logprobs,
+            max_stop=settings.max_stop,
+            max_stop_bytes=settings.max_stop_bytes,
+            max_stop_token_ids=settings.max_stop_token_ids,
+            max_logit_bias=settings.max_logit_bias,
+        )
+        self._started_at = time.monotonic()
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        wakeup = asyncio.Event()
+        try:
+            subscription = self._table.open(
+                lambda request_id: convert.stream_from(
+                    request, request_id, self._limits, self._settings.max_detach_grace
+                ),
+                wakeup.set,
+            )
+        except (InvalidField, StreamError) as error:
+            await _abort(context, error)
+        await _follow(subscription, wakeup, context, request.client_request_id)
+
+    async def Attach(self, request: pb.AttachRequest, context: Context) -> None:
+        wakeup = asyncio.Event()
+        try:
+            subscription = self._table.attach(
+                convert.request_id_from(request.request_id),
+                convert.positions_from(request),
+                request.prompt_logprobs_start,
+                convert.detach_grace(request, self._settings.max_detach_grace),
+                wakeup.set,
+            )
+        except (InvalidField, StreamError) as error:
+            await _abort(context, error)
+        await _follow(subscription, wakeup, context)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        try:
+            self._table.abort(convert.request_id_from(request.request_id))
+        except InvalidField as error:
+            await _abort(context, error)
+        return pb.AbortResponse()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        try:
+            prompt = convert.tokenize_prompt(request)
+            encoded = await self._call(Encoded, lambda call_id: Encode(call_id, prompt))
+        except (InvalidField, StreamError) as error:
+            await _abort(context, error)
+        return pb.TokenizeResponse(token_ids=encoded.token_ids, tokens=encoded.tokens)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        try:
+            token_ids = convert.checked_token_ids("token_ids", request.token_ids)
+            skip = request.skip_special_tokens
+            decoded = await self._call(Decoded, lambda call_id: Decode(call_id, token_ids, skip))
+        except (InvalidField, StreamError) as error:
+            await _abort(context, error)
+        return pb.DetokenizeResponse(text=decoded.text)
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+        try:
+            return convert.model_info_from(*self._table.model())
+        except StreamError as error:
+            await _abort(context, error)
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
+        tokenizers = [
+            pb.TokenizerState(
+                name=tokenizer.peer.name,
+                version=tokenizer.peer.version,
+                ready=tokenizer.peer.ready,
+                draining=tokenizer.peer.draining,
+                stalled=tokenizer.peer.stalled,
+                num_open_streams=len(tokenizer.streams),
+            )
+            for tokenizer in self._table.tokenizers.values()
+        ]
+        return pb.GetServerInfoResponse(
+            version=self._version,
+            uptime_seconds=time.monotonic() - self._started_at,
+            draining=self._table.draining,
+            num_open_streams=self._table.num_open_streams,
+            num_retained_streams=self._table.num_retained_streams,
+            tokenizers=tokenizers,
+        )
+
+    async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
+        try:
+            return convert.loads_from(await self._call(Loads, GetLoads))
+        except StreamError as error:
+            await _abort(context, error)
+
+    async def _call(self, kind: type[A], make: Callable[[int], Message]) -> A:
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+
+        def done(answer: Answer | StreamError) -> None:
+            if future.done():
+                return
+            if isinstance(answer, StreamError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+        call_id = self._table.calls.start(make, done)
+        try:
+            async with asyncio.timeout(self._settings.call_timeout):
+                answer = await future
+        except TimeoutError:
+            raise StreamError(ErrorCode.UNAVAILABLE, f"no answer within {self._settings.call_timeout:g} s") from None
+        finally:
+            self._table.calls.drop(call_id)
+        if not isinstance(answer, kind):
+            raise StreamError(ErrorCode.INTERNAL, f"a tokenizer answered with {type(answer).__name__}")
+        return answer
+
+
+async def _follow(
+    subscription: Subscription, wakeup: asyncio.Event, context: Context, client_request_id: str = ""
+) -> None:
+    try:
+        while not subscription.done:
+            wakeup.clear()
+            events = subscription.pull()
+            for event in events:
+                await context.write(convert.response_from(event, client_request_id))
+            if not events:
+                await wakeup.wait()
+    except StreamError as error:
+        await _abort(context, error)
+    finally:
+        # Also when the client has cancelled or its deadline has passed: then this task is cancelled.
+        subscription.close()
+
+
+async def _abort(context: Context, error: InvalidField | StreamError) -> NoReturn:
+    if isinstance(error, InvalidField):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    metadata = ((RETRY_AFTER, str(error.retry_after_ms)),) if error.retry_after_ms else ()
+    await context.abort(_STATUS[int(error.code)], error.message, metadata)
+
+
+class _ErrorLog(grpc.aio.ServerInterceptor):
+    """An unexpected exception is an INTERNAL status for the client and a traceback for the operator."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(f"/{SERVICE}/"):
+            return handler
+        inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
+
+        async def guarded(request: ProtoMessage, context: Context) -> Any:
+            try:
+                return await inner(request, context)
+            except grpc.aio.AbortError:
+                raise
+            except Exception:
+                _log.exception("call failed", method=handler_call_details.method)
+                await context.abort(grpc.StatusCode.INTERNAL, "internal error; the gateway's log tells more")
+
+        kind = (
+            grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+        )
+        return kind(guarded, handler.request_deserializer, handler.response_serializer)
+
+
+class GrpcFace:
+    """The gRPC server with health and reflection. `start` binds before anything else is done."""
+
+    def __init__(self, table: StreamTable, settings: GatewaySettings, version: str) -> None:
+        self._table = table
+        self._settings = settings
+        self._servicer = InferenceServicer(table, settings, version)
+        self._health = health_aio.HealthServicer()
+        self._ready: bool | None = None
+        self._server: grpc.aio.Server | None = None
+        self.port = 0
+
+    async def bind(self) -> None:
+        """Takes the address. Raises BindError when another server has it, or it is none."""
+        address = self._settings.grpc_address
+        _refuse_live_socket(address)
+        server = grpc.aio.server(
+            interceptors=[_ErrorLog()],
+            options=[
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", self._settings.max_receive_message_bytes),
+                ("grpc.max_send_message_length", self._settings.max_send_message_bytes),
+                # A client that vanished without closing its connection is found by these pings.
+                ("grpc.keepalive_time_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+            ],
+        )
+        pb_grpc.add_InferenceServiceServicer_to_server(self._servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
+        try:
+            self.port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise BindError(f"grpc_address: cannot bind {address}: is another server running there?") from error
+        self._server = server
+
+    async def start(self) -> None:
+        assert self._server is not None
+        await self.update_health()
+        await self._server.start()
+
+    async def update_health(self) -> None:
+        """Tells whether requests can be answered now."""
+        ready = self._table.ready
+        if ready != self._ready:
+            self._ready = ready
+            status = health_pb2.HealthCheckResponse
+            await self._health.set(SERVICE, status.SERVING if ready else status.NOT_SERVING)
+
+    async def stop(self, grace: float) -> None:
+        if self._server is not None:
+            await self._server.stop(grace)
+
+
+def _refuse_live_socket(address: str) -> None:
+    """gRPC replaces an existing unix socket, also one that a live server listens on."""
+    if not address.startswith("unix:"):
+        return
+    path = address.removeprefix("unix:").removeprefix("//")
+    if os.path.exists(path):
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(path)
+            except OSError:
+                return
+        raise BindError(f"grpc_address: another server is listening on {address}")

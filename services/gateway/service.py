@@ -1,0 +1,137 @@
+"""The gateway's process: the stream table between the tokenizers' link and the clients' server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from pathlib import Path
+
+from quartet.services.gateway.grpc_face import BindError, GrpcFace
+from quartet.services.gateway.settings import GatewaySettings
+from quartet.services.gateway.stream_table import StreamTable, TableLimits
+from quartet.shared.config import version
+from quartet.shared.link import Peer
+from quartet.shared.liveness import StatusFile, status_path
+from quartet.shared.log import get_logger
+from quartet.shared.messages import AnyMessage, Role
+from quartet.shared.transport import Binder, Identity, Status, ipc_address
+
+TICK = 0.2
+STOP_GRACE = 1.0
+
+_log = get_logger()
+
+
+class Gateway:
+    """Glue: link events go to the table, and health follows it."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self.table = StreamTable(
+            TableLimits(
+                max_concurrent_requests=settings.max_concurrent_requests,
+                max_unread_bytes=settings.max_unread_bytes,
+                attach_grace=settings.attach_grace,
+                max_retained_bytes=settings.max_retained_bytes,
+                attach_timeout=settings.attach_timeout,
+                recovery_deadline=settings.recovery_deadline,
+            )
+        )
+        self.face = GrpcFace(self.table, settings, version())
+        identity = Identity(Role.GATEWAY, settings.name or f"gateway-{socket.gethostname()}", version=version())
+        address = settings.tokenizer_link or ipc_address(settings.run_dir, "gateway")
+        self._status_file = StatusFile(status_path(settings.run_dir, "gateway"))
+        self.link = Binder(
+            address, identity, self, self._status, accept=self.table.refuse, status_file=self._status_file
+        )
+        self._health_changed = asyncio.Event()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serves until `stop` is set, then lets running streams end. Raises OSError when an address
+        is taken."""
+        Path(self._settings.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
+        await self.face.bind()
+        self.link.start()
+        try:
+            await self.face.start()
+            _log.info("serving", grpc_address=self._settings.grpc_address, tokenizer_link=self.link.address)
+            async with asyncio.TaskGroup() as tasks:
+                loops = [tasks.create_task(self._tick()), tasks.create_task(self._follow_health())]
+                await stop.wait()
+                await self._drain()
+                for loop in loops:
+                    loop.cancel()
+        finally:
+            await self.face.stop(STOP_GRACE)
+            self.link.close()
+            self._status_file.remove()
+
+    # --- the link's handler ---
+
+    def on_up(self, peer: Peer) -> None:
+        self.table.on_up(peer)
+        self._health_changed.set()
+
+    def on_down(self, peer: Peer, reason: str) -> None:
+        self.table.on_down(peer, reason)
+        self._health_changed.set()
+
+    def on_status(self, peer: Peer) -> None:
+        self.table.on_status(peer)
+        self._health_changed.set()
+
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        self.table.on_message(peer, message)
+
+    # --- inside ---
+
+    def _status(self) -> Status:
+        # A gateway asks and owes its tokenizers nothing, so nothing is outstanding.
+        return Status(self.table.progress, 0, self.table.ready, self.table.draining)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK)
+            self.table.tick()
+
+    async def _follow_health(self) -> None:
+        while True:
+            await self._health_changed.wait()
+            self._health_changed.clear()
+            await self.face.update_health()
+
+    async def _drain(self) -> None:
+        self.table.draining = True
+        self._health_changed.set()
+        self.link.announce()
+        deadline = asyncio.get_running_loop().time() + self._settings.drain_timeout
+        _log.info("draining", streams=self.table.num_attached_streams)
+        while self.table.num_attached_streams and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        self.table.end_all("the gateway has been stopped; attach again to go on")
+
+
+async def serve(settings: GatewaySettings) -> int:
+    """Runs the gateway until SIGTERM or SIGINT; returns the exit code. A second signal ends it at once."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            _log.warning("stopped by a second signal")
+            os._exit(1)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await Gateway(settings).run(stop)
+    except BindError as error:
+        _log.error(str(error))
+        return 1
+    except OSError as error:
+        _log.error(f"tokenizer_link: {error}")
+        return 1
+    return 0

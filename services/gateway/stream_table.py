@@ -1,0 +1,604 @@
+"""The gateway's ledger: every unfinished request, in a form that can be submitted again.
+
+Without I/O: tokenizers are objects with `send`, time comes from a clock, clients are subscriptions.
+A tokenizer may go at any time; its streams are submitted to another one, or wait until one comes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from quartet.services.gateway.calls import Calls
+from quartet.services.gateway.stream import Choice, Gap, Position, Stream, StreamError, Subscription
+from quartet.shared.log import get_logger
+from quartet.shared.messages import (
+    Abort,
+    Accepted,
+    AnyMessage,
+    Attach,
+    Attached,
+    CallFailed,
+    Decoded,
+    Delta,
+    Deltas,
+    Encoded,
+    ErrorCode,
+    Failed,
+    FinishReason,
+    Hello,
+    Loads,
+    Message,
+    ModelInfo,
+    PromptLogprobs,
+    Release,
+    Role,
+    Submit,
+)
+
+RETRY_AFTER_MS = 1000
+MAX_GAPS = 3
+
+_log = get_logger()
+
+
+class TableLimits(NamedTuple):
+    """Seconds and bytes; see the settings of the same names."""
+
+    max_concurrent_requests: int = 1024
+    max_unread_bytes: int = 2**20
+    attach_grace: float = 30.0
+    max_retained_bytes: int = 64 * 2**20
+    attach_timeout: float = 3.0
+    recovery_deadline: float = 60.0
+
+
+class Peer(Protocol):
+    """What the table needs of a link's peer."""
+
+    name: str
+    version: str
+    model: ModelInfo | None
+    tokenizer_fingerprint: str
+    alive: bool
+    ready: bool
+    draining: bool
+    stalled: bool
+
+    def send(self, message: Message) -> bool: ...
+
+
+class Tokenizer:
+    """A tokenizer that is there, and the streams that it works on."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.streams: dict[int, Stream] = {}
+        self.stalled_since: float | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Takes new work."""
+        peer = self.peer
+        return peer.alive and peer.ready and not peer.draining and not peer.stalled
+
+    @property
+    def fingerprints(self) -> tuple[str, str]:
+        model = self.peer.model
+        return ("" if model is None else model.model_fingerprint, self.peer.tokenizer_fingerprint)
+
+
+class _Search(NamedTuple):
+    """An Attach to a request that is not in the ledger: which tokenizer has it?"""
+
+    subscription: Subscription
+    positions: dict[int, Position]
+    prompt_logprobs_start: int
+    detach_grace: float
+    deadline: float
+    asked: dict[Peer, int]  # with which attempt; removed when it says no
+
+
+class StreamTable:
+    """Owns all streams. Not thread-safe; everything happens in one event loop."""
+
+    def __init__(
+        self,
+        limits: TableLimits,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.limits = limits
+        self.draining = False
+        self.progress = 0
+        self.tokenizers: dict[Peer, Tokenizer] = {}
+        self.calls = Calls(self._call_peer)
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._started_at = clock()
+        self._attempt = 0
+        self._open: dict[int, Stream] = {}
+        self._waiting: dict[int, Stream] = {}
+        self._detached: dict[int, Stream] = {}
+        self._retained: OrderedDict[int, tuple[Stream, int]] = OrderedDict()
+        self._retained_bytes = 0
+        self._searches: dict[int, _Search] = {}
+
+    # --- for the faces ---
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and any(tokenizer.usable for tokenizer in self.tokenizers.values())
+
+    @property
+    def num_open_streams(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_retained_streams(self) -> int:
+        return len(self._retained)
+
+    @property
+    def num_attached_streams(self) -> int:
+        """Streams and searches that a client waits for."""
+        return len(self._open) - len(self._detached) + len(self._searches)
+
+    def model(self) -> tuple[ModelInfo, str]:
+        """The model served, and the tokenizer's fingerprint. Raises StreamError while there is none."""
+        for tokenizer in sorted(self.tokenizers.values(), key=lambda tokenizer: not tokenizer.usable):
+            if tokenizer.peer.model is not None:
+                return tokenizer.peer.model, tokenizer.peer.tokenizer_fingerprint
+        raise _unavailable("no model is being served yet")
+
+    def open(self, make: Callable[[int], Stream], wake: Callable[[], None]) -> Subscription:
+        """Starts the stream that `make` builds for a new request id. Raises StreamError."""
+        if self.draining:
+            raise _unavailable("the gateway is shutting down")
+        if len(self._open) >= self.limits.max_concurrent_requests:
+            raise StreamError(
+                ErrorCode.RESOURCE_EXHAUSTED,
+                f"max_concurrent_requests: {self.limits.max_concurrent_requests} requests are being worked on",
+                retry_after_ms=RETRY_AFTER_MS,
+            )
+        stream = make(secrets.randbits(64))
+        subscription = Subscription(wake, self._close)
+        subscription.start_fresh(stream)
+        stream.subscription = subscription
+        self._open[stream.request_id] = stream
+        if stream.unfinished == 0:
+            stream.accepted = True
+            self._finish(stream)
+        else:
+            self._place(stream)
+        return subscription
+
+    def attach(
+        self,
+        request_id: int,
+        positions: dict[int, Position],
+        prompt_logprobs_start: int,
+        detach_grace: float | None,
+        wake: Callable[[], None],
+    ) -> Subscription:
+        """Follows a stream from where its client left it, instead of that client's earlier
+        subscription. Raises StreamError."""
+        subscription = Subscription(wake, self._close)
+        retained = self._retained.get(request_id)
+        stream = self._open.get(request_id) or (retained[0] if retained else None)
+        if stream is None:
+            search = self._searches.pop(request_id, None)
+            if search is not None:
+                search.subscription.fail(_taken_over())
+            deadline = self._clock() + self.limits.attach_timeout
+            search = _Search(subscription, positions, prompt_logprobs_start, detach_grace or 0.0, deadline, {})
+            self._searches[request_id] = search
+            for peer in self.tokenizers:
+                self._ask(request_id, search, peer)
+            return subscription
+        subscription.start(stream, positions, prompt_logprobs_start)
+        if detach_grace is not None:
+            stream.detach_grace = detach_grace
+        if stream.subscription is not None:
+            stream.subscription.fail(_taken_over())
+        stream.subscription = subscription
+        stream.detached_at = None
+        self._detached.pop(request_id, None)
+        return subscription
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request for its client too: its unfinished choices finish with ABORT."""
+        stream = self._open.get(request_id)
+        if stream is not None:
+            self._send_abort(stream)
+            for choice in stream.choices.values():
+                if not choice.finished:
+                    choice.finish(FinishReason.ABORT)
+            stream.accepted = True
+            self._finish(stream)
+
+    def end_all(self, reason: str) -> None:
+        """Ends every client's stream with UNAVAILABLE; the requests live on to the right for Attach."""
+        for stream in list(self._open.values()):
+            self._fail(stream, _unavailable(reason))
+        for request_id in list(self._searches):
+            self._searches.pop(request_id).subscription.fail(_unavailable(reason))
+
+    # --- the link to the tokenizers ---
+
+    def refuse(self, hello: Hello) -> str | None:
+        """Why a dialer may not come in: what it serves must be what the others serve."""
+        if hello.role is not Role.TOKENIZER:
+            return f"only tokenizers connect here, not a {hello.role.name.lower()}"
+        for tokenizer in self.tokenizers.values():
+            other = tokenizer.peer
+            if not other.alive or other.name == hello.name:
+                continue
+            if hello.tokenizer_fingerprint and other.tokenizer_fingerprint not in ("", hello.tokenizer_fingerprint):
+                return f"its tokenizer differs from that of {other.name}"
+            if (
+                hello.model is not None
+                and other.model is not None
+                and hello.model.model_fingerprint != other.model.model_fingerprint
+            ):
+                return f"its model {hello.model.name} differs from that of {other.name}, {other.model.name}"
+        return None
+
+    def on_up(self, peer: Peer) -> None:
+        self.tokenizers[peer] = Tokenizer(peer)
+        for request_id, search in self._searches.items():
+            self._ask(request_id, search, peer)
+        self.on_status(peer)
+
+    def on_down(self, peer: Peer, reason: str) -> None:
+        tokenizer = self.tokenizers.pop(peer, None)
+        if tokenizer is None:
+            return
+        for stream in list(tokenizer.streams.values()):
+            self._place(stream)
+        for request_id in list(self._searches):
+            self._said_no(request_id, peer)
+        self.calls.on_down(peer)
+
+    def on_status(self, peer: Peer) -> None:
+        tokenizer = self.tokenizers.get(peer)
+        if tokenizer is None:
+            return
+        if not peer.stalled:
+            tokenizer.stalled_since = None
+        elif tokenizer.stalled_since is None:
+            tokenizer.stalled_since = self._clock()
+        self._leave_stalled()
+        if tokenizer.usable:
+            for stream in list(self._waiting.values()):
+                stream.refused_by.discard(tokenizer)
+                self._place(stream)
+
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        tokenizer = self.tokenizers.get(peer)
+        if tokenizer is None:
+            return
+        match message:
+            case Deltas():
+                for delta in message.items:
+                    self._on_delta(tokenizer, delta)
+            case Accepted():
+                stream = self._current(tokenizer, message.request_id, message.attempt)
+                if stream is not None and not stream.accepted:
+                    stream.accept(message.prompt_token_ids, tokenizer.fingerprints)
+                    self._wake(stream)
+            case PromptLogprobs():
+                self._on_prompt_logprobs(tokenizer, message)
+            case Attached():
+                self._on_attached(tokenizer, message)
+            case Failed():
+                self._on_failed(tokenizer, message)
+            case Loads() | Encoded() | Decoded() | CallFailed():
+                self.calls.on_answer(peer, message)
+            case _:
+                _log.warning("unexpected message", peer=peer.name, message=type(message).__name__)
+
+    def tick(self) -> None:
+        """Lets what has waited too long end. To be called several times a second."""
+        now = self._clock()
+        limits = self.limits
+        for stream in list(self._waiting.values()):
+            if stream.waiting_since is not None and now - stream.waiting_since > limits.recovery_deadline:
+                self._fail(stream, _unavailable(f"no tokenizer was ready for {limits.recovery_deadline:g} s"))
+        for tokenizer in self.tokenizers.values():
+            if tokenizer.stalled_since is not None and now - tokenizer.stalled_since > limits.recovery_deadline:
+                for stream in list(tokenizer.streams.values()):
+                    self._send_abort(stream)
+                    self._fail(stream, _unavailable(f"no progress for {limits.recovery_deadline:g} s"))
+        for stream in list(self._detached.values()):
+            if stream.detached_at is not None and now - stream.detached_at > stream.detach_grace:
+                self._drop(stream)
+        while self._retained:
+            stream, size = next(iter(self._retained.values()))
+            expired = stream.finished_at is not None and now - stream.finished_at > limits.attach_grace
+            if not expired and self._retained_bytes <= limits.max_retained_bytes:
+                break
+            del self._retained[stream.request_id]
+            self._retained_bytes -= size
+        for request_id, search in list(self._searches.items()):
+            if now >= search.deadline:
+                self._not_found(request_id)
+
+    # --- placing ---
+
+    def _mint_attempt(self, previous: int) -> int:
+        # The wall clock makes attempts rise across restarts of the gateway too.
+        self._attempt = max(self._attempt + 1, previous + 1, int(self._wall_clock() * 1000))
+        return self._attempt
+
+    def _pick(self, stream: Stream) -> Tokenizer | None:
+        usable = [tokenizer for tokenizer in self.tokenizers.values() if tokenizer.usable]
+        # New streams go to one model only, even while another is moving in.
+        wanted = stream.fingerprints or (usable[0].fingerprints if usable else None)
+        return min(
+            (t for t in usable if t.fingerprints == wanted and t not in stream.refused_by),
+            key=lambda tokenizer: len(tokenizer.streams),
+            default=None,
+        )
+
+    def _place(self, stream: Stream) -> bool:
+        """Submits the stream to a tokenizer, or lets it wait; its former tokenizer has no more to say."""
+        self._leave(stream)
+        while (tokenizer := self._pick(stream)) is not None:
+            if tokenizer.peer.send(stream.submit(self._mint_attempt(stream.attempt))):
+                self._belongs(stream, tokenizer)
+                return True
+            stream.refused_by.add(tokenizer)
+        self._waiting[stream.request_id] = stream
+        if stream.waiting_since is None:
+            stream.waiting_since = self._clock()
+            _log.info("stream waits for a tokenizer", request_id=stream.request_id)
+        return False
+
+    def _belongs(self, stream: Stream, tokenizer: Tokenizer) -> None:
+        stream.tokenizer = tokenizer
+        tokenizer.streams[stream.request_id] = stream
+        stream.waiting_since = None
+        self._waiting.pop(stream.request_id, None)
+
+    def _leave(self, stream: Stream) -> None:
+        if stream.tokenizer is not None:
+            stream.tokenizer.streams.pop(stream.request_id, None)
+            stream.tokenizer = None
+
+    def _leave_stalled(self) -> None:
+        """Moves streams from tokenizers that stand still to one that does not, where there is one."""
+        for tokenizer in self.tokenizers.values():
+            if not tokenizer.peer.stalled:
+                continue
+            for stream in list(tokenizer.streams.values()):
+                if self._pick(stream) is None:
+                    break
+                # Should it wake up, the lower attempt tells everyone to the right to ignore this.
+                self._send_abort(stream)
+                self._place(stream)
+
+    def _resubmit_after_gap(self, stream: Stream) -> None:
+        stream.gaps += 1
+        _log.warning("gap in a stream", request_id=stream.request_id, gaps=stream.gaps)
+        if stream.gaps > MAX_GAPS:
+            self._send_abort(stream)
+            self._fail(stream, StreamError(ErrorCode.INTERNAL, "tokens were lost several times in a row"))
+        else:
+            self._place(stream)
+
+    # --- messages ---
+
+    def _current(self, tokenizer: Tokenizer, request_id: int, attempt: int) -> Stream | None:
+        stream = self._open.get(request_id)
+        if stream is not None and stream.tokenizer is tokenizer and stream.attempt == attempt:
+            return stream
+        return None
+
+    def _on_delta(self, tokenizer: Tokenizer, delta: Delta) -> None:
+        self.progress += 1
+        stream = self._current(tokenizer, delta.request_id, delta.attempt)
+        choice = stream.choices.get(delta.index) if stream is not None else None
+        if stream is None or choice is None or choice.finished:
+            return
+        try:
+            size = choice.add(delta)
+        except Gap:
+            self._resubmit_after_gap(stream)
+            return
+        if size < 0:
+            return
+        if stream.num_cached_tokens is None:
+            # The first delta tells of the prompt; later ones may count outputs that were recomputed.
+            stream.num_cached_tokens = delta.num_cached_tokens
+        if stream.gaps or stream.refused_by:
+            stream.gaps = 0
+            stream.refused_by.clear()
+        if choice.finished:
+            stream.unfinished -= 1
+        subscription = stream.subscription
+        if subscription is not None:
+            subscription.unread += size
+            if subscription.unread > self.limits.max_unread_bytes:
+                self._send_abort(stream)
+                limit = f"max_unread_bytes: the client has left more than {self.limits.max_unread_bytes} bytes unread"
+                self._fail(stream, StreamError(ErrorCode.RESOURCE_EXHAUSTED, limit))
+                return
+            subscription.wake()
+        if stream.unfinished == 0:
+            tokenizer.peer.send(Release(stream.request_id, stream.attempt))
+            self._finish(stream)
+
+    def _on_prompt_logprobs(self, tokenizer: Tokenizer, message: PromptLogprobs) -> None:
+        stream = self._current(tokenizer, message.request_id, message.attempt)
+        if stream is None:
+            return
+        try:
+            stream.add_prompt_logprobs(message)
+        except Gap:
+            self._resubmit_after_gap(stream)
+        else:
+            self._wake(stream)
+
+    def _on_failed(self, tokenizer: Tokenizer, message: Failed) -> None:
+        search = self._searches.get(message.request_id)
+        if search is not None and search.asked.get(tokenizer.peer) == message.attempt:
+            self._said_no(message.request_id, tokenizer.peer)
+            return
+        stream = self._current(tokenizer, message.request_id, message.attempt)
+        if stream is None:
+            return
+        if message.code == ErrorCode.UNAVAILABLE:
+            stream.refused_by.add(tokenizer)
+            if tokenizer.peer.draining or self._pick(stream) is not None:
+                self._place(stream)
+                return
+        error = StreamError(message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms)
+        self._fail(stream, error)
+
+    # --- attach to a request of an earlier gateway ---
+
+    def _ask(self, request_id: int, search: _Search, peer: Peer) -> None:
+        attempt = self._mint_attempt(0)
+        next_index = {index: position.next_index for index, position in search.positions.items()}
+        if peer.send(Attach(request_id, attempt, next_index)):
+            search.asked[peer] = attempt
+
+    def _said_no(self, request_id: int, peer: Peer) -> None:
+        search = self._searches[request_id]
+        search.asked.pop(peer, None)
+        # Soon after the start, tokenizers that have not dialled in yet may know the request.
+        settled = self._clock() - self._started_at > self.limits.attach_timeout
+        if not search.asked and settled and self.tokenizers:
+            self._not_found(request_id)
+
+    def _not_found(self, request_id: int) -> None:
+        search = self._searches.pop(request_id)
+        search.subscription.fail(
+            StreamError(ErrorCode.NOT_FOUND, f"request_id: {request_id:016x} is not known (any more)")
+        )
+
+    def _on_attached(self, tokenizer: Tokenizer, message: Attached) -> None:
+        request_id = message.request_id
+        search = self._searches.get(request_id)
+        if search is None or search.asked.get(tokenizer.peer) != message.attempt:
+            # Nobody waits for it, or another tokenizer was quicker. The one that won submits once more:
+            # its higher attempt outlives this abort.
+            tokenizer.peer.send(Abort(request_id, message.attempt))
+            stream = self._open.get(request_id)
+            if stream is not None and stream.tokenizer is not tokenizer:
+                self._place(stream)
+            return
+        del self._searches[request_id]
+        stream = _stream_of(message.submit, search)
+        stream.attempt = message.attempt
+        stream.fingerprints = tokenizer.fingerprints
+        subscription = search.subscription
+        try:
+            subscription.start(stream, search.positions, search.prompt_logprobs_start)
+        except StreamError as error:
+            tokenizer.peer.send(Abort(request_id, message.attempt))
+            subscription.fail(error)
+            return
+        stream.subscription = subscription
+        self._open[request_id] = stream
+        self._belongs(stream, tokenizer)
+        if stream.unfinished == 0:
+            tokenizer.peer.send(Release(request_id, stream.attempt))
+            self._finish(stream)
+        subscription.wake()
+
+    # --- ends ---
+
+    def _close(self, subscription: Subscription) -> None:
+        stream = subscription.stream
+        if stream is None:
+            for request_id, search in list(self._searches.items()):
+                if search.subscription is subscription:
+                    del self._searches[request_id]
+        elif stream.subscription is subscription:
+            stream.subscription = None
+            if stream.over:
+                return
+            if stream.detach_grace > 0:
+                stream.detached_at = self._clock()
+                self._detached[stream.request_id] = stream
+            else:
+                self._drop(stream)
+
+    def _drop(self, stream: Stream) -> None:
+        self._send_abort(stream)
+        self._fail(stream, StreamError(ErrorCode.CANCELLED, "the client has left"))
+
+    def _send_abort(self, stream: Stream) -> None:
+        if stream.tokenizer is not None:
+            stream.tokenizer.peer.send(Abort(stream.request_id, stream.attempt))
+
+    def _finish(self, stream: Stream) -> None:
+        self._forget(stream)
+        stream.finished_at = self._clock()
+        size = stream.size()
+        self._retained[stream.request_id] = (stream, size)
+        self._retained_bytes += size
+        self._wake(stream)
+
+    def _fail(self, stream: Stream, error: StreamError) -> None:
+        self._forget(stream)
+        stream.error = error
+        self._wake(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        self._leave(stream)
+        for table in (self._open, self._waiting, self._detached):
+            table.pop(stream.request_id, None)
+
+    def _wake(self, stream: Stream) -> None:
+        if stream.subscription is not None:
+            stream.subscription.wake()
+
+    def _call_peer(self, excluded: Iterable[Peer]) -> Peer | None:
+        """Who may answer a call: encoding text needs no scheduler, so a tokenizer that is not ready may."""
+        tokenizers = [t for t in self.tokenizers.values() if t.peer.alive and t.peer not in excluded]
+        best = min(tokenizers, key=lambda t: (not t.usable, t.peer.stalled, len(t.streams)), default=None)
+        return None if best is None else best.peer
+
+
+def _unavailable(message: str) -> StreamError:
+    return StreamError(ErrorCode.UNAVAILABLE, message, retry_after_ms=RETRY_AFTER_MS)
+
+
+def _taken_over() -> StreamError:
+    return StreamError(ErrorCode.ABORTED, "another Attach has taken the stream over")
+
+
+def _stream_of(submit: Submit, search: _Search) -> Stream:
+    """A stream as a tokenizer remembers it. Choices that only the client tells of had finished."""
+    told = {index for index, position in search.positions.items() if position.finished}
+    choices = [
+        Choice(past.index, past.output_token_ids, past.sent_bytes)
+        if past.index not in told
+        else Choice(past.index, finished_at=search.positions[past.index].next_index)
+        for past in submit.choices
+    ]
+    known = {past.index for past in submit.choices}
+    choices += [
+        Choice(index, finished_at=position.next_index)
+        for index, position in search.positions.items()
+        if index not in known and position.finished
+    ]
+    stream = Stream(
+        submit.request_id,
+        submit.prompt,
+        submit.sampling,
+        submit.text,
+        sorted(choices, key=lambda choice: choice.index),
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        tenant=submit.tenant,
+        detach_grace=search.detach_grace,
+        prompt_logprobs_start=submit.prompt_logprobs_start,
+    )
+    stream.accepted = True
+    return stream
