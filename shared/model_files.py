@@ -251,9 +251,10 @@ def _fetch_hub_model(hub_id: str, revision: str | None) -> Path:
         import huggingface_hub  # optional: only services that read models install it
     except ImportError:
         raise ModelError(f"{hub_id} is a hub id, which needs huggingface_hub: pip install huggingface_hub") from None
-    arguments = {"revision": revision, "allow_patterns": HUB_PATTERNS, "ignore_patterns": ["*/*"]}
     try:
-        folder = huggingface_hub.snapshot_download(hub_id, **arguments)
+        folder = huggingface_hub.snapshot_download(
+            hub_id, revision=revision, allow_patterns=HUB_PATTERNS, ignore_patterns=["*/*"]
+        )
     except Exception as error:  # the client library's errors share no base: network, HTTP, missing, gated
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
