@@ -1,0 +1,53 @@
+"""`python -m quartet.services.executor`"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from quartet.services.executor.settings import ExecutorSettings
+from quartet.shared.config import EXIT_SETTINGS_ERROR, load_settings, version
+from quartet.shared.log import configure_logging, get_logger
+
+
+def main() -> None:
+    settings = load_settings(ExecutorSettings, section="executor", argv=sys.argv[1:])
+    configure_logging("executor", settings.log_level, settings.log_format, settings.name)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _exit_at_once)
+
+    # torch takes seconds to import; help, settings errors and signals do not wait for it.
+    from quartet.services.executor.loop import ExecutorLoop
+    from quartet.services.executor.models.config import ModelError as UnsupportedModel
+    from quartet.services.executor.resources import NotEnoughMemory
+    from quartet.services.executor.service import ExecutorService, first_epoch
+    from quartet.services.executor.startup import load_runner
+    from quartet.shared.link import Identity
+    from quartet.shared.liveness import StatusFile, status_path
+    from quartet.shared.messages import Role
+    from quartet.shared.model_files import ModelError
+
+    try:
+        runner, model = load_runner(settings)
+    except (ModelError, UnsupportedModel, NotEnoughMemory) as error:
+        get_logger().error("cannot start", reason=str(error))
+        raise SystemExit(EXIT_SETTINGS_ERROR) from None
+    name = settings.name or f"executor-{os.getpid()}"
+    identity = Identity(Role.EXECUTOR, name, model=model, version=version())
+    Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
+    status_file = StatusFile(status_path(settings.run_dir, "executor"))
+    loop = ExecutorLoop(runner, first_epoch())
+    ExecutorService(loop, settings.scheduler_address(), identity, status_file).run()
+
+
+def _exit_at_once(signum: int, frame: FrameType | None) -> None:
+    """While loading: as an exception, so that a download under way cleans up after itself."""
+    signal.signal(signum, signal.SIG_DFL)
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""From logits to tokens, in float32, a whole batch of rows at once.
+
+The order: logit_bias, penalties, min_tokens; then log-probabilities are taken; then temperature,
+top_k, top_p over what top_k left, min_p. Truncation is by a threshold on the values, so tokens that
+tie at the edge all stay and a row's outcome never depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quartet.services.executor.logprobs import gather_logprobs
+from quartet.services.executor.noise import uniform
+from quartet.services.executor.sampling_rows import SamplingRows
+from quartet.shared.messages import FAILED_TOKEN_ID, TokenLogprobs
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+# So many of a row's largest values are looked at for top_k and top_p before the whole row is sorted.
+NUM_CANDIDATES = 1024
+_SEARCH_BLOCK = 256
+
+
+class SamplerOutput(NamedTuple):
+    """token_ids [S], FAILED_TOKEN_ID where `failed` [S] is set; logprobs has an entry per row when any asked."""
+
+    token_ids: IntArray
+    failed: npt.NDArray[np.bool_]
+    logprobs: list[TokenLogprobs | None] | None
+
+
+def sample(logits: torch.Tensor, state: SamplingRows, rows: IntArray, output_indices: IntArray) -> SamplerOutput:
+    """Draws the next token of each of `rows`.
+
+    logits [S, V] float32, changed in place; V may exceed the vocabulary (padded rows are never drawn).
+    rows [S] req_index; output_indices [S], the place of the token to draw among the row's outputs.
+    A row whose logits are not finite, or are all masked, fails alone.
+    """
+    logits = logits[:, : state.vocab_size]
+    _adjust(logits, state, rows, output_indices)
+    best, token_ids = _row_max(logits)
+    failed = ~np.isfinite(best)
+    random = np.flatnonzero(state.is_random[rows] & ~failed)
+    if len(random):
+        drawn = rows[random]
+        noise = uniform(state.seed[drawn], state.choice_index[drawn], output_indices[random].astype(np.uint64))
+        token_ids[random] = _draw(logits, best, state, rows, random, noise)
+    logprobs = _logprobs(logits, state, rows, token_ids, failed)
+    token_ids[failed] = FAILED_TOKEN_ID
+    return SamplerOutput(token_ids, failed, logprobs)
+
+
+def _row_max(logits: torch.Tensor) -> tuple[FloatArray, IntArray]:
+    """Each row's largest value and its first place; NaN wins."""
+    if logits.device.type == "cpu":
+        # numpy's argmax is several times faster than torch's on a CPU.
+        array = logits.numpy()
+        token_ids = array.argmax(-1)
+        return array[np.arange(len(array)), token_ids].astype(np.float64), token_ids
+    values, indices = logits.max(-1)
+    return values.double().cpu().numpy(), indices.cpu().numpy()
+
+
+# --- bias, penalties, min_tokens ------------------------------------------------------------------
+
+
+def _adjust(logits: torch.Tensor, state: SamplingRows, rows: IntArray, output_indices: IntArray) -> None:
+    masked = np.flatnonzero(output_indices < state.min_tokens[rows])
+    if not (state.logit_bias or state.token_counts or len(masked)):
+        return
+    req_indices = rows.tolist()
+    biased = [(i, *state.logit_bias[r]) for i, r in enumerate(req_indices) if r in state.logit_bias]
+    if biased:
+        place = _places(logits, [i for i, _, _ in biased], [ids for _, ids, _ in biased])
+        logits[place] += _on(logits, np.concatenate([values for _, _, values in biased]))
+    counted = [i for i, r in enumerate(req_indices) if r in state.token_counts]
+    if counted:
+        _penalize(logits, state, rows[counted], counted)
+    if len(masked):
+        logits[_places(logits, masked.tolist(), [state.stop_ids[req_indices[i]] for i in masked])] = -math.inf
+
+
+def _penalize(logits: torch.Tensor, state: SamplingRows, rows: IntArray, places: list[int]) -> None:
+    counts = [state.token_counts[r] for r in rows.tolist()]
+    sizes = [len(c.ids) for c in counts]
+    where = _places(logits, places, [c.ids for c in counts])
+    output_counts = np.concatenate([c.output_counts for c in counts])
+    repetition = _on(logits, np.repeat(state.repetition_penalty[rows], sizes))
+    charge = np.repeat(state.frequency_penalty[rows], sizes) * output_counts
+    charge += np.repeat(state.presence_penalty[rows], sizes) * (output_counts > 0)
+    values = logits[where]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    logits[where] = values - _on(logits, charge)
+
+
+def _places(logits: torch.Tensor, row_places: list[int], ids: list[IntArray]) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = [len(i) for i in ids]
+    return (
+        _on(logits, np.repeat(np.array(row_places, np.int64), sizes)),
+        _on(logits, np.concatenate(ids)),
+    )
+
+
+def _on(logits: torch.Tensor, array: npt.NDArray[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(array).to(logits.device, non_blocking=True)
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
+def _draw(
+    logits: torch.Tensor, best: FloatArray, state: SamplingRows, rows: IntArray, chosen: IntArray, noise: FloatArray
+) -> IntArray:
+    """Inverse CDF in token order over each chosen row's truncated distribution."""
+    whole = len(chosen) == len(rows)
+    scaled = logits if whole else logits[_on(logits, chosen)]
+    rows = rows[chosen]
+    # The largest becomes 0 before the division, so that no temperature overflows.
+    scaled = (scaled - _on(logits, best[chosen].astype(np.float32)).unsqueeze(1)).div_(
+        _on(logits, state.temperature[rows]).unsqueeze(1)
+    )
+    threshold = _threshold(scaled, state, rows)
+    if threshold is not None:
+        scaled.masked_fill_(scaled < _on(logits, threshold).unsqueeze(1), -math.inf)
+    return _inverse_cdf(scaled.exp_(), noise)
+
+
+def _inverse_cdf(weights: torch.Tensor, noise: FloatArray) -> IntArray:
+    """The first token at which the running sum of weights [N, V] passes noise [N] times the whole."""
+    num_rows, width = weights.shape
+    num_blocks = -(-width // _SEARCH_BLOCK)
+    padding = num_blocks * _SEARCH_BLOCK - width
+    padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
+    blocks = padded.view(num_rows, num_blocks, _SEARCH_BLOCK)
+    block_sums = blocks.sum(-1).double().cumsum_(-1)
+    totals = block_sums[:, -1:]
+    target = _on(weights, noise).unsqueeze(1) * totals
+    target = torch.minimum(target, torch.nextafter(totals, torch.zeros_like(totals)))
+    block = torch.searchsorted(block_sums, target, right=True)
+    before = torch.where(block > 0, block_sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]].double().cumsum_(-1)
+    # Block sums are rounded otherwise than sums inside: the end of a block is its last token with any weight.
+    rest = torch.minimum(target - before, torch.nextafter(inside[:, -1:], torch.zeros_like(totals)))
+    token = torch.searchsorted(inside, rest, right=True)
+    return (block * _SEARCH_BLOCK + token)[:, 0].cpu().numpy()
+
+
+def _threshold(scaled: torch.Tensor, state: SamplingRows, rows: IntArray) -> npt.NDArray[np.float32] | None:
+    """[N] the smallest value that stays, or None when no row truncates. `scaled` [N, V] has maximum 0."""
+    width = scaled.shape[1]
+    min_p = state.min_p[rows]
+    top_k = np.where((state.top_k[rows] > 0) & (state.top_k[rows] < width), state.top_k[rows], 0)
+    top_p = state.top_p[rows]
+    ranked = (top_k > 0) | (top_p < 1.0)
+    if not (ranked.any() or (min_p > 0).any()):
+        return None
+    with np.errstate(divide="ignore"):
+        threshold = np.log(min_p).astype(np.float32)
+    pending = np.flatnonzero(ranked)
+    for num_candidates in (NUM_CANDIDATES, width):
+        if not len(pending):
+            break
+        subset = scaled if len(pending) == len(rows) else scaled[_on(scaled, pending)]
+        found, found_threshold = _rank_threshold(subset, top_k[pending], top_p[pending], min(num_candidates, width))
+        done = pending[found]
+        threshold[done] = np.maximum(threshold[done], found_threshold[found])
+        pending = pending[~found]
+    return threshold
+
+
+def _rank_threshold(
+    scaled: torch.Tensor, top_k: IntArray, top_p: FloatArray, num_candidates: int
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
+    """([N] whether the largest `num_candidates` values sufficed, [N] the value at which top_k and top_p cut)."""
+    num_rows = np.arange(len(top_k))
+    values = _largest(scaled, num_candidates)
+    exhaustive = num_candidates == scaled.shape[1]
+    found = np.full(len(top_k), exhaustive) | (top_k <= num_candidates)
+    last = np.where(top_k > 0, np.minimum(top_k, num_candidates), num_candidates) - 1
+
+    nucleus = top_p < 1.0
+    if nucleus.any():
+        sums = np.exp(values.astype(np.float64)).cumsum(-1)
+        whole = sums[num_rows, last]
+        unlimited = nucleus & (top_k == 0)
+        if unlimited.any() and not exhaustive:
+            mass = scaled[_on(scaled, np.flatnonzero(unlimited))].exp_().sum(-1, dtype=torch.float64)
+            whole[unlimited] = mass.cpu().numpy()
+        target = np.minimum(top_p * whole, np.nextafter(whole, 0))
+        reached = (sums >= target[:, None]).argmax(-1)
+        found &= ~unlimited | exhaustive | (sums[:, -1] >= target)
+        last = np.where(nucleus, np.minimum(reached, last), last)
+    return found, values[num_rows, last]
+
+
+def _largest(scaled: torch.Tensor, count: int) -> npt.NDArray[np.float32]:
+    """[N, count] each row's largest values in falling order."""
+    if scaled.device.type == "cpu":
+        # numpy selects and sorts float32 with SIMD: many times faster than torch's topk on a CPU.
+        array = scaled.numpy()
+        start = array.shape[1] - count
+        part = np.partition(array, start, axis=-1)[:, start:] if start else array.copy()
+        part.sort(axis=-1)
+        return part[:, ::-1]
+    return scaled.topk(count, dim=-1).values.cpu().numpy()
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+def _logprobs(
+    logits: torch.Tensor, state: SamplingRows, rows: IntArray, token_ids: IntArray, failed: npt.NDArray[np.bool_]
+) -> list[TokenLogprobs | None] | None:
+    wanted = state.num_logprobs[rows] >= 0
+    if not wanted.any():
+        return None
+    places = np.flatnonzero(wanted & ~failed)
+    subset = logits if len(places) == len(rows) else logits[_on(logits, places)]
+    entries: list[TokenLogprobs | None] = [None] * len(rows)
+    gathered = gather_logprobs(subset, token_ids[places], state.num_logprobs[rows[places]])
+    for place, entry in zip(places.tolist(), gathered, strict=True):
+        entries[place] = entry
+    return entries

@@ -1,0 +1,88 @@
+"""The executor's shell: a thread moves messages, the main thread runs steps, signals end it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+from types import FrameType
+
+from quartet.services.executor.loop import ExecutorLoop
+from quartet.shared.link import Identity, Peer, Status
+from quartet.shared.liveness import StatusFile
+from quartet.shared.log import get_logger
+from quartet.shared.messages import AnyMessage
+from quartet.shared.transport import ThreadDialer
+
+log = get_logger()
+
+
+class ExecutorService:
+    """Serves the scheduler at `address` until SIGTERM or SIGINT; a second signal ends it at once."""
+
+    def __init__(self, loop: ExecutorLoop, address: str, identity: Identity, status_file: StatusFile | None) -> None:
+        self._loop = loop
+        self._inbox: queue.SimpleQueue[tuple[Peer, AnyMessage] | None] = queue.SimpleQueue()
+        # Each is written by one thread only.
+        self._num_received = 0
+        self._num_handled = 0
+        self._stopping = False
+        self._address = address
+        self._link = ThreadDialer(address, identity, self, self._status, status_file=status_file)
+        self._status_file = status_file
+
+    def run(self) -> None:
+        """Blocks in the main thread; returns after the step that runs when the first signal comes."""
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signum, self._on_signal)
+        self._link.start()
+        log.info("ready", scheduler_link=self._address)
+        while not self._stopping and (item := self._inbox.get()) is not None:
+            peer, message = item
+            if not self._stopping and peer.alive:
+                answer = self._loop.handle(message)
+                if answer is not None:
+                    self._link.send(answer, peer)
+            self._num_handled += 1
+        self._link.close()
+        if self._status_file is not None:
+            self._status_file.remove()
+        log.info("stopped", num_steps=self._loop.num_steps)
+
+    def _status(self) -> Status:
+        # handled first: read the other way round, outstanding could come out negative.
+        handled = self._num_handled
+        return Status(
+            progress=handled,
+            outstanding=self._num_received - handled,
+            ready=not self._stopping,
+            draining=self._stopping,
+        )
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._stopping:
+            os._exit(128 + signum)
+        self._stopping = True
+        self._inbox.put(None)
+        self._link.announce()
+
+    # --- called in the link's thread --------------------------------------------------------------
+
+    def on_up(self, peer: Peer) -> None:
+        log.info("scheduler connected", peer=peer.name)
+
+    def on_down(self, peer: Peer, reason: str) -> None:
+        log.info("scheduler gone", peer=peer.name, reason=reason)
+
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        self._num_received += 1
+        self._inbox.put((peer, message))
+
+    def on_status(self, peer: Peer) -> None:
+        pass
+
+
+def first_epoch() -> int:
+    """Larger than any that a process started earlier on this machine can have reached by takeovers."""
+    return time.time_ns() // 1000

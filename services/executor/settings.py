@@ -1,0 +1,45 @@
+"""The executor's settings."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from quartet.shared.config import CommonSettings
+from quartet.shared.transport import ipc_address
+
+
+class ExecutorSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the model runs")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(
+            description="of weights and KV memory; auto: the model's, but 16 bits are float32 on a CPU without bfloat16"
+        ),
+    ] = "auto"
+    attention_backend: Annotated[Literal["auto", "torch_paged"], Meta(description="implementation of attention")] = (
+        "auto"
+    )
+    max_model_len: Annotated[int, Meta(description="most tokens of prompt and output; 0: as the model says", ge=0)] = 0
+    max_num_seqs: Annotated[int, Meta(description="most sequences that run at a time", ge=1, le=4096)] = 256
+    max_num_batched_tokens: Annotated[int, Meta(description="most tokens computed in one step", ge=1)] = 256
+    block_size: Annotated[int, Meta(description="tokens in a KV block", ge=1, le=1024)] = 16
+    num_blocks: Annotated[int, Meta(description="KV blocks; 0: as many as memory allows", ge=0)] = 0
+    kv_cache_bytes: Annotated[int, Meta(description="bytes of KV memory; 0: by kv_memory_fraction", ge=0)] = 0
+    kv_memory_fraction: Annotated[
+        float, Meta(description="share of the memory left after loading that KV memory may take", gt=0, le=1)
+    ] = 0.5
+    num_threads: Annotated[int, Meta(description="CPU threads; 0: as quota and affinity allow", ge=0)] = 0
+    scheduler_link: Annotated[
+        str, Meta(description="address of the scheduler to dial; empty: the socket in run_dir")
+    ] = ""
+
+    def __post_init__(self) -> None:
+        if self.num_blocks and self.kv_cache_bytes:
+            raise ValueError("num_blocks and kv_cache_bytes both size the KV pool: give one of them")
+        if self.device == "cuda":
+            raise ValueError("device cuda is not built yet: use cpu (or auto)")
+
+    def scheduler_address(self) -> str:
+        return self.scheduler_link or ipc_address(self.run_dir, "scheduler-executor")

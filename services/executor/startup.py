@@ -1,0 +1,86 @@
+"""From settings to a model that is ready to run steps."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+from quartet.services.executor.attention.torch_paged import TorchPagedAttention
+from quartet.services.executor.input_batch import InputBatch
+from quartet.services.executor.kv_cache import KVCache
+from quartet.services.executor.model_runner import ModelRunner
+from quartet.services.executor.models.config import ModelConfig, ModelError
+from quartet.services.executor.resources import available_memory, has_native_bfloat16, num_cpus, num_kv_blocks
+from quartet.services.executor.settings import ExecutorSettings
+from quartet.services.executor.weights import DTYPES, load_config, load_decoder
+from quartet.shared.log import get_logger
+from quartet.shared.messages import ModelInfo
+from quartet.shared.model_files import resolve_model
+
+log = get_logger()
+
+
+def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
+    """Loads, sizes the KV pool and warms up. Raises ModelError (of either kind) or NotEnoughMemory."""
+    num_threads = settings.num_threads or num_cpus(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(num_threads)
+    device = torch.device("cpu")
+    files = resolve_model(settings.model)
+    config = load_config(files.path)
+    max_model_len = pick_max_model_len(settings, config)
+    dtype_name = pick_dtype(settings, config)
+    dtype = DTYPES[dtype_name]
+    log.info("loading", model=files.name, dtype=dtype_name, num_threads=num_threads)
+    started = time.monotonic()
+    decoder = load_decoder(files.path, dtype_name, device.type, _log_progress)
+    log.info("loaded", seconds=round(time.monotonic() - started, 2))
+
+    bytes_per_block = KVCache.bytes_per_block(config, settings.block_size, dtype)
+    num_blocks = num_kv_blocks(settings, max_model_len, bytes_per_block, available_memory())
+    kv_cache = KVCache(config, num_blocks, settings.block_size, dtype, device)
+    log.info("KV memory", num_blocks=num_blocks, mebibytes=round(num_blocks * bytes_per_block / 2**20))
+    batch = InputBatch(
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        vocab_size=config.vocab_size,
+    )
+    runner = ModelRunner(decoder, kv_cache, TorchPagedAttention(), batch, device)
+    started = time.monotonic()
+    runner.warm_up()
+    log.info("warmed up", seconds=round(time.monotonic() - started, 2))
+    return runner, ModelInfo(
+        name=files.name,
+        model_fingerprint=files.fingerprint,
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        dtype=dtype_name,
+        device=device.type,
+    )
+
+
+def pick_dtype(settings: ExecutorSettings, config: ModelConfig) -> str:
+    """auto: as the model was saved, except that 16 bits become bfloat16 where the CPU has it and float32 elsewhere."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "bfloat16" if config.dtype != "float32" and has_native_bfloat16() else "float32"
+
+
+def pick_max_model_len(settings: ExecutorSettings, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    if settings.max_model_len > longest:
+        raise ModelError(f"max_model_len {settings.max_model_len} is more than the model's {longest}")
+    return settings.max_model_len or longest
+
+
+def _log_progress(done: int, total: int) -> None:
+    if 4 * done // total != 4 * (done - 1) // total:
+        log.info("loading weights", percent=100 * done // total)
