@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from quartet.services.gateway.peer import Peer
 from quartet.services.gateway.stream import StreamError
 from quartet.shared.messages import CallFailed, Decoded, Encoded, ErrorCode, Loads, Message
-
-if TYPE_CHECKING:
-    from quartet.services.gateway.stream_table import Peer
 
 MAX_TRIES = 3
 

@@ -230,7 +230,9 @@ def response_from(event: Event, client_request_id: str = "") -> pb.GenerateRespo
                 )
             )
         case PromptChunk():
-            entries = [pb.PromptLogprob(logprobs=entry and _logprobs(entry)) for entry in event.entries]
+            entries = [
+                pb.PromptLogprob(logprobs=None if entry is None else _logprobs(entry)) for entry in event.entries
+            ]
             return pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(start=event.start, entries=entries))
         case Completed():
             usage = pb.Usage(
@@ -243,7 +245,7 @@ def response_from(event: Event, client_request_id: str = "") -> pb.GenerateRespo
 
 def _chunk(event: Chunk) -> pb.Chunk:
     chunk = pb.Chunk(
-        index=event.index,
+        index=event.choice_index,
         start=event.start,
         token_ids=event.token_ids,
         text=event.text,

@@ -58,7 +58,7 @@ class Started(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    index: int
+    choice_index: int
     start: int
     token_ids: array[int]
     text: str

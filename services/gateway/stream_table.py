@@ -10,16 +10,17 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from quartet.services.gateway.attach_search import Search, Searches, taken_over
 from quartet.services.gateway.calls import Calls
-from quartet.services.gateway.stream import Choice, Gap, Position, Stream, StreamError, Subscription
+from quartet.services.gateway.peer import Peer
+from quartet.services.gateway.stream import Gap, Position, Stream, StreamError, Subscription
 from quartet.shared.log import get_logger
 from quartet.shared.messages import (
     Abort,
     Accepted,
     AnyMessage,
-    Attach,
     Attached,
     CallFailed,
     Decoded,
@@ -31,12 +32,10 @@ from quartet.shared.messages import (
     FinishReason,
     Hello,
     Loads,
-    Message,
     ModelInfo,
     PromptLogprobs,
     Release,
     Role,
-    Submit,
 )
 
 RETRY_AFTER_MS = 1000
@@ -54,21 +53,6 @@ class TableLimits(NamedTuple):
     max_retained_bytes: int = 64 * 2**20
     attach_timeout: float = 3.0
     recovery_deadline: float = 60.0
-
-
-class Peer(Protocol):
-    """What the table needs of a link's peer."""
-
-    name: str
-    version: str
-    model: ModelInfo | None
-    tokenizer_fingerprint: str
-    alive: bool
-    ready: bool
-    draining: bool
-    stalled: bool
-
-    def send(self, message: Message) -> bool: ...
 
 
 class Tokenizer:
@@ -91,17 +75,6 @@ class Tokenizer:
         return ("" if model is None else model.model_fingerprint, self.peer.tokenizer_fingerprint)
 
 
-class _Search(NamedTuple):
-    """An Attach to a request that is not in the ledger: which tokenizer has it?"""
-
-    subscription: Subscription
-    positions: dict[int, Position]
-    prompt_logprobs_start: int
-    detach_grace: float
-    deadline: float
-    asked: dict[Peer, int]  # with which attempt; removed when it says no
-
-
 class StreamTable:
     """Owns all streams. Not thread-safe; everything happens in one event loop."""
 
@@ -118,14 +91,13 @@ class StreamTable:
         self.calls = Calls(self._call_peer)
         self._clock = clock
         self._wall_clock = wall_clock
-        self._started_at = clock()
         self._attempt = 0
         self._open: dict[int, Stream] = {}
         self._waiting: dict[int, Stream] = {}
         self._detached: dict[int, Stream] = {}
         self._retained: OrderedDict[int, tuple[Stream, int]] = OrderedDict()
         self._retained_bytes = 0
-        self._searches: dict[int, _Search] = {}
+        self._searches = Searches(limits.attach_timeout, clock, lambda: self._mint_attempt(0))
 
     # --- for the faces ---
 
@@ -189,20 +161,14 @@ class StreamTable:
         retained = self._retained.get(request_id)
         stream = self._open.get(request_id) or (retained[0] if retained else None)
         if stream is None:
-            search = self._searches.pop(request_id, None)
-            if search is not None:
-                search.subscription.fail(_taken_over())
-            deadline = self._clock() + self.limits.attach_timeout
-            search = _Search(subscription, positions, prompt_logprobs_start, detach_grace or 0.0, deadline, {})
-            self._searches[request_id] = search
-            for peer in self.tokenizers:
-                self._ask(request_id, search, peer)
+            search = Search(subscription, positions, prompt_logprobs_start, detach_grace or 0.0)
+            self._searches.start(request_id, search, self.tokenizers)
             return subscription
         subscription.start(stream, positions, prompt_logprobs_start)
         if detach_grace is not None:
             stream.detach_grace = detach_grace
         if stream.subscription is not None:
-            stream.subscription.fail(_taken_over())
+            stream.subscription.fail(taken_over())
         stream.subscription = subscription
         stream.detached_at = None
         self._detached.pop(request_id, None)
@@ -223,8 +189,7 @@ class StreamTable:
         """Ends every client's stream with UNAVAILABLE; the requests live on to the right for Attach."""
         for stream in list(self._open.values()):
             self._fail(stream, _unavailable(reason))
-        for request_id in list(self._searches):
-            self._searches.pop(request_id).subscription.fail(_unavailable(reason))
+        self._searches.end_all(_unavailable(reason))
 
     # --- the link to the tokenizers ---
 
@@ -248,8 +213,7 @@ class StreamTable:
 
     def on_up(self, peer: Peer) -> None:
         self.tokenizers[peer] = Tokenizer(peer)
-        for request_id, search in self._searches.items():
-            self._ask(request_id, search, peer)
+        self._searches.on_up(peer)
         self.on_status(peer)
 
     def on_down(self, peer: Peer, reason: str) -> None:
@@ -258,8 +222,7 @@ class StreamTable:
             return
         for stream in list(tokenizer.streams.values()):
             self._place(stream)
-        for request_id in list(self._searches):
-            self._said_no(request_id, peer)
+        self._searches.on_down(peer)
         self.calls.on_down(peer)
 
     def on_status(self, peer: Peer) -> None:
@@ -322,9 +285,7 @@ class StreamTable:
                 break
             del self._retained[stream.request_id]
             self._retained_bytes -= size
-        for request_id, search in list(self._searches.items()):
-            if now >= search.deadline:
-                self._not_found(request_id)
+        self._searches.tick()
 
     # --- placing ---
 
@@ -443,9 +404,7 @@ class StreamTable:
             self._wake(stream)
 
     def _on_failed(self, tokenizer: Tokenizer, message: Failed) -> None:
-        search = self._searches.get(message.request_id)
-        if search is not None and search.asked.get(tokenizer.peer) == message.attempt:
-            self._said_no(message.request_id, tokenizer.peer)
+        if self._searches.said_no(tokenizer.peer, message.request_id, message.attempt):
             return
         stream = self._current(tokenizer, message.request_id, message.attempt)
         if stream is None:
@@ -458,66 +417,34 @@ class StreamTable:
         error = StreamError(message.code, message.message, field=message.field, retry_after_ms=message.retry_after_ms)
         self._fail(stream, error)
 
-    # --- attach to a request of an earlier gateway ---
-
-    def _ask(self, request_id: int, search: _Search, peer: Peer) -> None:
-        attempt = self._mint_attempt(0)
-        next_index = {index: position.next_index for index, position in search.positions.items()}
-        if peer.send(Attach(request_id, attempt, next_index)):
-            search.asked[peer] = attempt
-
-    def _said_no(self, request_id: int, peer: Peer) -> None:
-        search = self._searches[request_id]
-        search.asked.pop(peer, None)
-        # Soon after the start, tokenizers that have not dialled in yet may know the request.
-        settled = self._clock() - self._started_at > self.limits.attach_timeout
-        if not search.asked and settled and self.tokenizers:
-            self._not_found(request_id)
-
-    def _not_found(self, request_id: int) -> None:
-        search = self._searches.pop(request_id)
-        search.subscription.fail(
-            StreamError(ErrorCode.NOT_FOUND, f"request_id: {request_id:016x} is not known (any more)")
-        )
-
-    def _on_attached(self, tokenizer: Tokenizer, message: Attached) -> None:
-        request_id = message.request_id
-        search = self._searches.get(request_id)
-        if search is None or search.asked.get(tokenizer.peer) != message.attempt:
-            # Nobody waits for it, or another tokenizer was quicker. The one that won submits once more:
-            # its higher attempt outlives this abort.
-            tokenizer.peer.send(Abort(request_id, message.attempt))
-            stream = self._open.get(request_id)
-            if stream is not None and stream.tokenizer is not tokenizer:
-                self._place(stream)
-            return
-        del self._searches[request_id]
-        stream = _stream_of(message.submit, search)
-        stream.attempt = message.attempt
+    def _adopt(self, tokenizer: Tokenizer, attempt: int, stream: Stream) -> None:
+        """A request of an earlier gateway goes on here."""
+        stream.attempt = attempt
         stream.fingerprints = tokenizer.fingerprints
-        subscription = search.subscription
-        try:
-            subscription.start(stream, search.positions, search.prompt_logprobs_start)
-        except StreamError as error:
-            tokenizer.peer.send(Abort(request_id, message.attempt))
-            subscription.fail(error)
-            return
-        stream.subscription = subscription
-        self._open[request_id] = stream
+        self._open[stream.request_id] = stream
         self._belongs(stream, tokenizer)
         if stream.unfinished == 0:
-            tokenizer.peer.send(Release(request_id, stream.attempt))
+            tokenizer.peer.send(Release(stream.request_id, attempt))
             self._finish(stream)
-        subscription.wake()
+
+    def _on_attached(self, tokenizer: Tokenizer, message: Attached) -> None:
+        stream = self._searches.found(tokenizer.peer, message)
+        if stream is not None:
+            self._adopt(tokenizer, message.attempt, stream)
+            return
+        # Nobody waits for it (any more), or another tokenizer was quicker. The one that won submits
+        # once more: its higher attempt outlives this abort.
+        tokenizer.peer.send(Abort(message.request_id, message.attempt))
+        stream = self._open.get(message.request_id)
+        if stream is not None and stream.tokenizer is not tokenizer:
+            self._place(stream)
 
     # --- ends ---
 
     def _close(self, subscription: Subscription) -> None:
         stream = subscription.stream
         if stream is None:
-            for request_id, search in list(self._searches.items()):
-                if search.subscription is subscription:
-                    del self._searches[request_id]
+            self._searches.drop(subscription)
         elif stream.subscription is subscription:
             stream.subscription = None
             if stream.over:
@@ -567,38 +494,3 @@ class StreamTable:
 
 def _unavailable(message: str) -> StreamError:
     return StreamError(ErrorCode.UNAVAILABLE, message, retry_after_ms=RETRY_AFTER_MS)
-
-
-def _taken_over() -> StreamError:
-    return StreamError(ErrorCode.ABORTED, "another Attach has taken the stream over")
-
-
-def _stream_of(submit: Submit, search: _Search) -> Stream:
-    """A stream as a tokenizer remembers it. Choices that only the client tells of had finished."""
-    told = {index for index, position in search.positions.items() if position.finished}
-    choices = [
-        Choice(past.index, past.output_token_ids, past.sent_bytes)
-        if past.index not in told
-        else Choice(past.index, finished_at=search.positions[past.index].next_index)
-        for past in submit.choices
-    ]
-    known = {past.index for past in submit.choices}
-    choices += [
-        Choice(index, finished_at=position.next_index)
-        for index, position in search.positions.items()
-        if index not in known and position.finished
-    ]
-    stream = Stream(
-        submit.request_id,
-        submit.prompt,
-        submit.sampling,
-        submit.text,
-        sorted(choices, key=lambda choice: choice.index),
-        priority=submit.priority,
-        cache_salt=submit.cache_salt,
-        tenant=submit.tenant,
-        detach_grace=search.detach_grace,
-        prompt_logprobs_start=submit.prompt_logprobs_start,
-    )
-    stream.accepted = True
-    return stream
