@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from quartet.services.cli import chat, fetch, generate, health, serve
 from quartet.shared.config import EXIT_SETTINGS_ERROR, version
 
 HELP = """usage: quartet COMMAND [...]
@@ -39,13 +38,7 @@ Each command explains itself: quartet COMMAND --help. First steps:
 # A package of each service's extra that is missing when the extra is not installed.
 SERVICES = {"gateway": "grpc", "tokenizer": "tokenizers", "scheduler": "zmq", "executor": "torch"}
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "serve": serve.main,
-    "chat": chat.main,
-    "generate": generate.main,
-    "fetch": fetch.main,
-    "health": health.main,
-}
+COMMANDS = ("serve", "chat", "generate", "fetch", "health")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,13 +56,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"quartet: unknown command {command}; quartet --help lists them", file=sys.stderr)
         return EXIT_SETTINGS_ERROR
     try:
-        return COMMANDS[command](arguments[1:])
+        return _run(command, arguments[1:])
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
         # The reader left (`quartet generate … | head`): keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _run(command: str, argv: Sequence[str]) -> int:
+    # Imported when asked for: health runs every few seconds in each container and needs little.
+    if command == "serve":
+        from quartet.services.cli.serve import main as run
+    elif command == "chat":
+        from quartet.services.cli.chat import main as run
+    elif command == "generate":
+        from quartet.services.cli.generate import main as run
+    elif command == "fetch":
+        from quartet.services.cli.fetch import main as run
+    else:
+        from quartet.services.cli.health import main as run
+    return run(argv)
 
 
 def _become(service: str, argv: Sequence[str]) -> int:

@@ -1,0 +1,72 @@
+# make up        install, fetch the model, start all four services and stream a first answer
+# make test      the tests (minutes);  make test-full  with the long ones
+# make lint      format, lint, types, the import law, generated code
+# make bench     measurements, as JSON
+#
+# PYTHON=python3.12        the interpreter for .venv (3.11 or newer; found by itself otherwise)
+# TORCH_INDEX=URL          one more package index, for a smaller or another build of torch, such as
+#                          https://download.pytorch.org/whl/cpu (on Linux the plain one is a CUDA build)
+# ARGS='...'               more arguments for quartet serve, pytest or the benchmark
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: up install test test-full lint types format bench clean
+
+up: $(VENV)/.run
+	@$(BIN)/quartet serve --demo $(ARGS)
+
+install: $(VENV)/.run
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-full: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(ARGS)
+
+lint: $(VENV)/.dev types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/lint_imports.py
+	$(BIN)/python tools/generate_pb.py --check
+
+# The packages' import names differ from their folders; mypy sees them under these links.
+types: $(VENV)/.dev
+	@mkdir -p build/types/quartet
+	@ln -sfn ../../../shared build/types/quartet/shared
+	@ln -sfn ../../../services build/types/quartet/services
+	cd build/types && $(abspath $(BIN))/mypy --config-file ../../pyproject.toml -p quartet
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.run
+	@$(BIN)/python -m bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	@python="$(PYTHON)"; \
+	for candidate in python3.11 python3.12 python3.13 python3.14 python3; do \
+		[ -n "$$python" ] && break; \
+		$$candidate -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+			&& python=$$candidate; \
+	done; \
+	[ -n "$$python" ] || { echo "Python 3.11 or newer (with venv) is needed; name one with PYTHON=..." >&2; exit 1; }; \
+	echo "creating $(VENV) with $$($$python --version)"; \
+	$$python -m venv $(VENV)
+
+# One install after the other: pip does not like company (make -j).
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "installing Quartet into $(VENV) (the first time takes some minutes: torch is large)"
+	@$(PIP_INSTALL) -e '.[all]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "installing what the tests and lints need"
+	@$(PIP_INSTALL) -e '.[dev]'
+	@touch $@
