@@ -1,0 +1,95 @@
+"""The process around TokenizerService: loading, signals, draining, exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jinja2
+
+from quartet.services.tokenizer.chat_template import ChatTemplate
+from quartet.services.tokenizer.loaded import LoadedTokenizer
+from quartet.services.tokenizer.loaders import load_tokenizer
+from quartet.services.tokenizer.service import TokenizerService
+from quartet.services.tokenizer.settings import TokenizerSettings
+from quartet.shared.config import SettingsError
+from quartet.shared.log import get_logger
+from quartet.shared.model_files import ModelFiles, resolve_model
+
+_log = get_logger()
+T = TypeVar("T")
+
+
+def build_template(loaded: LoadedTokenizer, settings: TokenizerSettings, setting: str | None) -> ChatTemplate:
+    """`setting` is the operator's template, which must compile; a model's broken one only costs chats."""
+    source = setting or loaded.chat_template
+    max_bytes = 2 * settings.max_prompt_bytes + (1 << 20)
+    try:
+        return ChatTemplate(source, loaded.special_tokens, max_bytes)
+    except jinja2.TemplateError as error:
+        if setting:
+            raise SettingsError(f"chat_template: {error}") from error
+        _log.warning("the model's chat template does not compile: chats are refused", error=str(error))
+        return ChatTemplate(None, loaded.special_tokens, max_bytes)
+
+
+async def run(settings: TokenizerSettings, template_setting: str | None) -> int:
+    """Serves until SIGTERM or SIGINT; the exit code. A second signal ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+    def load() -> tuple[ModelFiles, LoadedTokenizer, ChatTemplate]:
+        files = resolve_model(settings.model)
+        loaded = load_tokenizer(files.path)
+        return files, loaded, build_template(loaded, settings, template_setting)
+
+    stopped = asyncio.ensure_future(stop.wait())
+    loading = _in_daemon_thread(loop, load)
+    waiting: list[asyncio.Future[Any]] = [loading, stopped]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        return 0
+    files, loaded, template = await loading
+    service = TokenizerService(settings, loaded, template, files.fingerprint)
+    service.start()
+    _log.info("tokenizer started", model=files.name, vocab_size=loaded.vocab_size, fingerprint=loaded.fingerprint[:12])
+    await stopped
+    _log.info("draining", num_unfinished=service.core.num_unfinished)
+    await service.drain()
+    service.close()
+    return 0
+
+
+def _in_daemon_thread(loop: asyncio.AbstractEventLoop, work: Callable[[], T]) -> asyncio.Future[T]:
+    """Unlike an executor's thread, one that the process need not wait for when it ends."""
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def body() -> None:
+        try:
+            outcome = (work(), None)
+        except Exception as error:
+            outcome = (None, error)  # type: ignore[assignment]
+        loop.call_soon_threadsafe(settle, *outcome)
+
+    threading.Thread(target=body, name="load", daemon=True).start()
+    return future

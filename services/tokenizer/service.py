@@ -1,0 +1,289 @@
+"""The tokenizer's process: links, threads and signals around TokenizerCore."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from quartet.services.tokenizer.chat_template import ChatTemplate
+from quartet.services.tokenizer.core import TokenizerCore
+from quartet.services.tokenizer.detokenizer import decode
+from quartet.services.tokenizer.loaded import LoadedTokenizer
+from quartet.services.tokenizer.prompt_encoder import PromptEncoder, Refusal
+from quartet.services.tokenizer.settings import TokenizerSettings
+from quartet.shared.link import Identity, Peer, Status
+from quartet.shared.liveness import StatusFile, status_path
+from quartet.shared.log import get_logger
+from quartet.shared.messages import (
+    Abort,
+    AnyMessage,
+    Attach,
+    CallFailed,
+    Decode,
+    Decoded,
+    Encode,
+    Encoded,
+    ErrorCode,
+    Failed,
+    GetLoads,
+    Loads,
+    Outputs,
+    PromptLogprobs,
+    Release,
+    Role,
+    Submit,
+    TokensPrompt,
+)
+from quartet.shared.sampling_params import InvalidField, validate_token_ids
+from quartet.shared.transport import Dialer
+
+TICK = 1.0
+# Longer texts have a thread of their own, so that short ones never wait for them.
+LARGE_PROMPT_BYTES = 64 << 10
+
+_log = get_logger()
+T = TypeVar("T")
+
+
+class TokenizerService:
+    """Lives in one event loop. `template_source` None: the model has no chat template."""
+
+    def __init__(
+        self,
+        settings: TokenizerSettings,
+        loaded: LoadedTokenizer,
+        template: ChatTemplate,
+        model_fingerprint: str = "",
+    ) -> None:
+        self.core = TokenizerCore(loaded, time.monotonic, settings.attach_grace)
+        self.identity = Identity(
+            Role.TOKENIZER, settings.name or f"tokenizer-{os.getpid()}", tokenizer_fingerprint=loaded.fingerprint
+        )
+        self._loaded = loaded
+        self._model_fingerprint = model_fingerprint
+        self._drain_timeout = settings.drain_timeout
+        self._encoder = PromptEncoder(loaded, template, settings.max_prompt_bytes)
+        self._threads = ThreadPoolExecutor(settings.encode_threads, "encode")
+        self._large_thread = ThreadPoolExecutor(1, "encode-large")
+        self._encoding = 0
+        self._progress = 0
+        self._status_file = StatusFile(status_path(settings.run_dir, "tokenizer"))
+        self._scheduler = Dialer(
+            settings.scheduler_address,
+            self.identity,
+            _SchedulerSide(self),
+            self.status,
+            status_file=self._status_file,
+        )
+        gateway_side = _GatewaySide(self)
+        self._gateways = [
+            Dialer(address, self.identity, gateway_side, self.status) for address in settings.gateway_addresses
+        ]
+        self._was_ready = False
+
+    def status(self) -> Status:
+        # What can stand still here is encoding; the loop itself is alive when it says this.
+        return Status(self._progress, self._encoding, self._ready(), self.core.draining)
+
+    def start(self) -> None:
+        for link in (self._scheduler, *self._gateways):
+            link.start()
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(TICK, self._tick)
+
+    async def drain(self) -> None:
+        """No new requests; returns when the running ones have ended, or after drain_timeout."""
+        self.core.draining = True
+        for link in (self._scheduler, *self._gateways):
+            link.announce()
+        deadline = time.monotonic() + self._drain_timeout
+        while (left := self.core.num_unfinished) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if left:
+            _log.warning("drain timeout: streams are left to other tokenizers", num_unfinished=left)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        for link in (self._scheduler, *self._gateways):
+            link.close()
+        self._status_file.remove()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._large_thread.shutdown(wait=False, cancel_futures=True)
+
+    # --- within -----------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Sends what the core has to say; a send that fails is followed by that peer's on_down."""
+        for to, message in self.core.take():
+            peer = self._scheduler.peer if to is None else to
+            if isinstance(peer, Peer):
+                peer.send(message)
+
+    def scheduler_changed(self) -> None:
+        """The scheduler came, went, or says something new of itself."""
+        peer = self._scheduler.peer
+        model = peer.model if peer is not None else None
+        if model is not None and model != self.identity.model:
+            if self._model_fingerprint not in ("", model.model_fingerprint):
+                _log.warning("the executor's model has other files than this tokenizer's", model=model.name)
+            if model.vocab_size < self._loaded.vocab_size:
+                _log.warning(
+                    "the tokenizer has more tokens than the model",
+                    tokenizer=self._loaded.vocab_size,
+                    model=model.vocab_size,
+                )
+            self.identity.model = model
+            for link in self._gateways:
+                link.announce_model()
+        self.core.model_changed(model)
+        self.flush()
+        if self._ready() != self._was_ready:
+            self._was_ready = self._ready()
+            for link in self._gateways:
+                link.announce()
+
+    def submit(self, gateway: Peer, submit: Submit) -> None:
+        if not self.core.submit(gateway, submit):
+            return
+        request_id, attempt, prompt = submit.request_id, submit.attempt, submit.prompt
+        if isinstance(prompt, TokensPrompt):
+            self.core.encoded(request_id, attempt, prompt.token_ids)
+            return
+        max_model_len = self.core.model.max_model_len if self.core.model is not None else None
+
+        def encode() -> list[int]:
+            wanted = self.core.wants(request_id, attempt)
+            return self._encoder.encode(prompt, max_model_len) if wanted else []
+
+        def done(token_ids: list[int] | None, refusal: Refusal | None) -> None:
+            if token_ids is not None:
+                self.core.encoded(request_id, attempt, token_ids)
+            elif refusal is not None:
+                self.core.refused(request_id, attempt, refusal.code, str(refusal), refusal.field)
+
+        self._in_thread(self._encoder.size(prompt), encode, done)
+
+    def encode(self, gateway: Peer, call: Encode) -> None:
+        def work() -> Encoded:
+            ids = self._encoder.encode(call.prompt, None)
+            return Encoded(call.call_id, ids, [self._loaded.bytes_of(i) for i in ids])
+
+        self._answer(gateway, call.call_id, self._encoder.size(call.prompt), work)
+
+    def decode(self, gateway: Peer, call: Decode) -> None:
+        def work() -> Decoded:
+            try:
+                validate_token_ids("token_ids", call.token_ids, self._loaded.vocab_size)
+            except InvalidField as error:
+                raise Refusal(ErrorCode.INVALID_ARGUMENT, str(error), error.field) from error
+            return Decoded(call.call_id, decode(self._loaded, call.token_ids, call.skip_special_tokens))
+
+        self._answer(gateway, call.call_id, 4 * len(call.token_ids), work)
+
+    def _answer(self, gateway: Peer, call_id: int, size: int, work: Callable[[], Encoded | Decoded]) -> None:
+        def done(answer: Encoded | Decoded | None, refusal: Refusal | None) -> None:
+            if answer is not None:
+                gateway.send(answer)
+            elif refusal is not None:
+                gateway.send(CallFailed(call_id, refusal.code, str(refusal), refusal.field))
+
+        self._in_thread(size, work, done)
+
+    def _in_thread(self, size: int, work: Callable[[], T], done: Callable[[T | None, Refusal | None], None]) -> None:
+        def finished(future: asyncio.Future[T]) -> None:
+            self._encoding -= 1
+            self._progress += 1
+            if future.cancelled():
+                return
+            error = future.exception()
+            if error is None:
+                done(future.result(), None)
+            elif isinstance(error, Refusal):
+                done(None, error)
+            else:
+                _log.error("encoding failed", exc_info=error)
+                done(None, Refusal(ErrorCode.INTERNAL, f"the tokenizer failed: {error}"))
+            self.flush()
+
+        self._encoding += 1
+        pool = self._large_thread if size > LARGE_PROMPT_BYTES else self._threads
+        self._loop.run_in_executor(pool, work).add_done_callback(finished)
+
+    def _ready(self) -> bool:
+        return self._scheduler.peer is not None and self._scheduler.peer.ready
+
+    def _tick(self) -> None:
+        self._progress += 1
+        self.core.tick()
+        self.flush()
+        self._timer = self._loop.call_later(TICK, self._tick)
+
+
+class _GatewaySide:
+    def __init__(self, service: TokenizerService) -> None:
+        self._service = service
+        self._core = service.core
+
+    def on_up(self, peer: Peer) -> None:
+        self._core.gateway_up(peer)
+
+    def on_down(self, peer: Peer, reason: str) -> None:
+        self._core.gateway_down(peer)
+
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        match message:
+            case Submit():
+                self._service.submit(peer, message)
+            case Attach():
+                self._core.attach(peer, message)
+            case Abort():
+                self._core.abort(message)
+            case Release():
+                self._core.release(message)
+            case GetLoads():
+                self._core.get_loads(peer, message)
+            case Encode():
+                self._service.encode(peer, message)
+            case Decode():
+                self._service.decode(peer, message)
+            case _:
+                _log.warning("unexpected message from a gateway", message=type(message).__name__)
+        self._service.flush()
+
+    def on_status(self, peer: Peer) -> None:
+        """A gateway's status changes nothing here."""
+
+
+class _SchedulerSide:
+    def __init__(self, service: TokenizerService) -> None:
+        self._service = service
+        self._core = service.core
+
+    def on_up(self, peer: Peer) -> None:
+        self._core.scheduler_up()
+        self._service.scheduler_changed()
+
+    def on_down(self, peer: Peer, reason: str) -> None:
+        self._core.scheduler_down()
+        self._service.scheduler_changed()
+
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        match message:
+            case Outputs():
+                self._core.outputs(message)
+            case PromptLogprobs():
+                self._core.prompt_logprobs(message)
+            case Failed():
+                self._core.failed(message)
+            case Loads() | CallFailed():
+                self._core.call_answered(message)
+            case _:
+                _log.warning("unexpected message from the scheduler", message=type(message).__name__)
+        self._service.flush()
+
+    def on_status(self, peer: Peer) -> None:
+        self._service.scheduler_changed()

@@ -1,0 +1,36 @@
+"""The tokenizer's settings."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from quartet.shared.config import CommonSettings
+from quartet.shared.transport import ipc_address
+
+
+class TokenizerSettings(CommonSettings, frozen=True, kw_only=True):
+    gateway_links: Annotated[
+        list[str], Meta(description="addresses of the gateways to serve; empty: the one in run_dir")
+    ] = []
+    scheduler_link: Annotated[str, Meta(description="address of the scheduler; empty: the one in run_dir")] = ""
+    chat_template: Annotated[
+        str, Meta(description="jinja2 chat template, or a file with one, in place of the model's own")
+    ] = ""
+    max_prompt_bytes: Annotated[int, Meta(description="longest prompt text that is accepted, in bytes", ge=1)] = 8 << 20
+    attach_grace: Annotated[
+        float, Meta(description="seconds that a request outlives its gateway, and a finished one its end", ge=0)
+    ] = 30.0
+    drain_timeout: Annotated[
+        float, Meta(description="seconds that running streams are given to end on SIGTERM", ge=0)
+    ] = 30.0
+    encode_threads: Annotated[int, Meta(description="threads that encode prompts", ge=1, le=256)] = 2
+
+    @property
+    def gateway_addresses(self) -> list[str]:
+        return self.gateway_links or [ipc_address(self.run_dir, "gateway")]
+
+    @property
+    def scheduler_address(self) -> str:
+        return self.scheduler_link or ipc_address(self.run_dir, "scheduler-tokenizer")
