@@ -1,0 +1,385 @@
+"""The scheduler as a state machine: events in, effects out; no sockets, no event loop, no time of its own."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Final
+
+from quartet.services.scheduler import admission
+from quartet.services.scheduler.ledger import Ledger
+from quartet.services.scheduler.plan import unpack_u32
+from quartet.services.scheduler.request import Owner, Request, RequestGroup, RequestStatus
+from quartet.services.scheduler.schedule import StepScheduler
+from quartet.services.scheduler.state import MAX_DEATHS, SchedulerState
+from quartet.services.scheduler.update import ResultMismatch, apply_result
+from quartet.shared.block_hash import HASH_BYTES
+from quartet.shared.log import get_logger
+from quartet.shared.messages import (
+    Abort,
+    ChoicePast,
+    ErrorCode,
+    Failed,
+    Finish,
+    FinishReason,
+    GetLoads,
+    Granted,
+    Loads,
+    Message,
+    ModelInfo,
+    NewRequest,
+    Outputs,
+    PlanRefused,
+    PromptLogprobs,
+    Release,
+    StepFailed,
+    StepResult,
+    Takeover,
+)
+
+if TYPE_CHECKING:
+    from quartet.services.scheduler.settings import SchedulerSettings
+
+MAX_PLANS_IN_FLIGHT = 2
+
+_log = get_logger()
+
+
+class Destination(enum.Enum):
+    EXECUTOR = "executor"
+
+
+EXECUTOR: Final = Destination.EXECUTOR
+# (an owner's key or EXECUTOR, message)
+Effect = tuple[Hashable, Message]
+
+
+class SchedulerCore:
+    """Every method but the properties is an event and returns the effects it has, in order.
+
+    `schedule` is an event of its own, so that a shell can take in all that has arrived before a plan
+    is made. `clock` gives seconds, monotonic.
+    """
+
+    def __init__(self, settings: SchedulerSettings, incarnation: int, clock: Callable[[], float]) -> None:
+        self.state = SchedulerState(settings)
+        self.ledger = Ledger()
+        self.draining = False
+        self._settings = settings
+        self._incarnation = incarnation
+        self._clock = clock
+        self._scheduler = StepScheduler(self.state)
+        self._arrivals = 0
+        self._effects: list[Effect] = []
+
+    # --- what the shell asks ----------------------------------------------------------------------
+
+    @property
+    def granted_epoch(self) -> int | None:
+        """The executor's epoch while it takes plans."""
+        return self.state.epoch
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.state.num_unfinished
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.state.in_flight)
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, by the clock."""
+        times = [owner.down_since for owner in self.ledger.owners.values() if owner.down_since is not None]
+        return min(times) + self._settings.owner_grace if times else None
+
+    # --- owners -----------------------------------------------------------------------------------
+
+    def owner_up(self, key: Hashable) -> list[Effect]:
+        self.ledger.owner(key).down_since = None
+        return self._take_effects()
+
+    def owner_down(self, key: Hashable) -> list[Effect]:
+        """Its requests run on for the grace; another owner may add them and so take them over."""
+        owner = self.ledger.owners.get(key)
+        if owner is not None:
+            owner.down_since = self._clock()
+            owner.outbox.clear()
+            self._forget_owner_without_requests(owner)
+        return self._take_effects()
+
+    def tick(self) -> list[Effect]:
+        """Drops what belongs to owners that have been gone past the grace."""
+        now = self._clock()
+        for owner in list(self.ledger.owners.values()):
+            if owner.down_since is not None and now - owner.down_since >= self._settings.owner_grace:
+                for request_id in list(owner.request_ids):
+                    self._drop(self.ledger.groups[request_id])
+                self._forget_owner_without_requests(owner)
+        return self._take_effects()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def new_request(self, key: Hashable, message: NewRequest) -> list[Effect]:
+        if not self.ledger.is_outdated(message.request_id, message.attempt):
+            owner = self.ledger.owner(key)
+            group = self.ledger.groups.get(message.request_id)
+            if group is not None and self._is_known(group, message):
+                self._add_again(group, owner, message)
+            else:
+                self._add(group, owner, message)
+        return self._take_effects()
+
+    def abort(self, message: Abort) -> list[Effect]:
+        group = self.ledger.current(message.request_id, message.attempt)
+        if group is not None:
+            self._drop(group)
+        return self._take_effects()
+
+    def release(self, message: Release) -> list[Effect]:
+        group = self.ledger.current(message.request_id, message.attempt)
+        if group is not None:
+            self._drop(group)
+        return self._take_effects()
+
+    def finish(self, message: Finish) -> list[Effect]:
+        """A stop string was found: the choice ends after num_output_tokens and is retained."""
+        group = self.ledger.current(message.request_id, message.attempt)
+        request = group.choices.get(message.index) if group is not None else None
+        if request is not None:
+            request.truncate(max(0, message.num_output_tokens))
+            self.state.finish(request, FinishReason.STOP, None)
+        return self._take_effects()
+
+    def get_loads(self, key: Hashable, message: GetLoads) -> list[Effect]:
+        state = self.state
+        num_requests = sum(len(group.choices) for group in self.ledger.groups.values())
+        loads = Loads(
+            call_id=message.call_id,
+            num_running=len(state.running),
+            num_waiting=len(state.waiting),
+            num_preempted=len(state.preempted),
+            num_blocks=state.kv.pool.num_blocks,
+            num_free_blocks=state.kv.num_free_blocks,
+            num_cached_blocks=state.kv.pool.num_cached_blocks,
+            num_requests_retained=num_requests - state.num_unfinished,
+            max_num_seqs=state.max_num_seqs,
+            max_num_batched_tokens=state.max_num_batched_tokens,
+            num_preemptions_total=state.totals.preemptions,
+            num_steps_total=state.totals.steps,
+            num_prompt_tokens_total=state.totals.prompt_tokens,
+            num_cached_tokens_total=state.totals.cached_tokens,
+            num_output_tokens_total=state.totals.output_tokens,
+        )
+        self._effects.append((key, loads))
+        return self._take_effects()
+
+    # --- the executor -----------------------------------------------------------------------------
+
+    def executor_up(self, model: ModelInfo) -> list[Effect]:
+        """An executor is there: it is asked for its batch. Requests that it can never run are failed."""
+        state = self.state
+        before = state.model
+        if state.epoch is not None:
+            state.lose_executor()
+        state.configure(model)
+        for group in list(self.ledger.groups.values()):
+            self._refit(group, before, model)
+        self._effects.append((EXECUTOR, Takeover(self._incarnation)))
+        return self._take_effects()
+
+    def executor_down(self) -> list[Effect]:
+        self._count_deaths("the executor died")
+        self.state.lose_executor()
+        return self._take_effects()
+
+    def granted(self, message: Granted) -> list[Effect]:
+        if self.state.epoch is not None:
+            self.state.lose_executor()
+        hashes = message.block_hashes
+        block_hashes = [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
+        block_ids = unpack_u32(message.block_ids)
+        if len(block_ids) != len(block_hashes):
+            _log.warning("the executor's block table is malformed", block_ids=len(block_ids), hashes=len(block_hashes))
+            block_ids, block_hashes = [], []
+        self.state.granted(message.epoch, block_ids, block_hashes)
+        return self._take_effects()
+
+    def step_result(self, message: StepResult) -> list[Effect]:
+        if message.epoch != self.state.epoch:
+            return []
+        try:
+            update = apply_result(self.state, message)
+        except ResultMismatch as error:
+            self._ask_again(str(error))
+            return self._take_effects()
+        for group, reason in update.failed.items():
+            self._fail(group, ErrorCode.INTERNAL, reason)
+        self._effects.extend((group.owner.key, logprobs) for group, logprobs in update.prompt_logprobs)
+        return self._take_effects()
+
+    def plan_refused(self, message: PlanRefused) -> list[Effect]:
+        if message.epoch == self.state.epoch:
+            self._ask_again(f"step {message.step_id} was refused: {message.reason}")
+        return self._take_effects()
+
+    def step_failed(self, message: StepFailed) -> list[Effect]:
+        if message.epoch == self.state.epoch:
+            self._count_deaths(f"the step failed: {message.message}")
+            self._ask_again(f"step {message.step_id} failed: {message.message}")
+        return self._take_effects()
+
+    def schedule(self) -> list[Effect]:
+        """Makes plans until two are in flight or there is nothing to compute."""
+        state = self.state
+        if state.epoch is not None:
+            while len(state.in_flight) < MAX_PLANS_IN_FLIGHT and (plan := self._scheduler.schedule()) is not None:
+                self._effects.append((EXECUTOR, plan))
+        return self._take_effects()
+
+    # --- adding -----------------------------------------------------------------------------------
+
+    def _is_known(self, group: RequestGroup, message: NewRequest) -> bool:
+        return group.same_question(message) and (
+            message.sampling.prompt_logprobs is None or message.prompt_logprobs_start >= group.prompt_logprobs_base
+        )
+
+    def _add(self, known: RequestGroup | None, owner: Owner, message: NewRequest) -> None:
+        """A request that is new here, or one known under its id that asks for something else now."""
+        failed = admission.refusal(self.state, message, draining=self.draining and known is None)
+        if known is not None:
+            self._drop(known)
+        if failed is not None:
+            self._effects.append((owner.key, failed))
+            return
+        self._arrivals += 1
+        group = RequestGroup(message, owner, self._arrivals)
+        self.ledger.add(group)
+        for past in message.choices:
+            if past.index not in group.choices:
+                self._add_choice(group, past)
+
+    def _add_again(self, group: RequestGroup, owner: Owner, message: NewRequest) -> None:
+        """Sends what the owner lacks; where its past is no prefix of what is known, the past wins."""
+        self.ledger.move(group, owner, message.attempt)
+        pasts = {past.index: past for past in message.choices}
+        for index in [index for index in group.choices if index not in pasts]:
+            self.state.drop(group.choices.pop(index))
+        for index, past in pasts.items():
+            request = group.choices.get(index)
+            if request is None:
+                self._add_choice(group, past)
+            elif _is_prefix(past, request):
+                num_past_tokens = len(past.output_token_ids)
+                if request.status is RequestStatus.FINISHED or num_past_tokens < request.num_output_tokens:
+                    request.outbox.append(request.output(num_past_tokens))
+            else:
+                self.state.drop(request)
+                self._add_choice(group, past)
+        if not group.choices:
+            self._drop(group)
+        elif group.sampling.prompt_logprobs is not None:
+            entries = group.prompt_logprobs[message.prompt_logprobs_start - group.prompt_logprobs_base :]
+            if entries:
+                logprobs = PromptLogprobs(group.request_id, group.attempt, message.prompt_logprobs_start, entries)
+                self._effects.append((owner.key, logprobs))
+
+    def _add_choice(self, group: RequestGroup, past: ChoicePast) -> None:
+        request = Request(group, past)
+        replaced = group.choices.get(past.index)
+        if replaced is not None:
+            request.num_deaths = replaced.num_deaths
+        group.choices[past.index] = request
+        if self.state.model is not None:
+            request.limit_to(self.state.model.max_model_len)
+        finish = request.finish_condition()
+        if finish is None or request.wants_prompt_logprobs:
+            if finish is not None:
+                request.score_only(finish)
+            self.state.enqueue(request, came_back=bool(past.output_token_ids))
+        else:
+            self.state.finish(request, *finish)
+            request.outbox.append(request.output(request.num_past_tokens))
+
+    def _refit(self, group: RequestGroup, before: ModelInfo | None, model: ModelInfo) -> None:
+        """Fits an unfinished request to an executor that may be another than the one before."""
+        unfinished = [r for r in group.choices.values() if r.status < RequestStatus.FINISHED]
+        if not unfinished:
+            return
+        if before is not None and before.model_fingerprint != model.model_fingerprint:
+            self._fail(group, ErrorCode.ABORTED, f"the model changed from {before.name} to {model.name} meanwhile")
+            return
+        pasts = [ChoicePast(r.index, r.token_ids[r.num_prompt_tokens :]) for r in unfinished]
+        failed = admission.never_fits(model, group.ask_again(pasts))
+        if failed is not None:
+            self._fail(group, failed.code, failed.message, failed.field)
+            return
+        if before is None or before.block_size != model.block_size:
+            group.prompt_block_hashes.clear()
+        for request in unfinished:
+            if before is None or before.block_size != model.block_size:
+                request.block_hashes.clear()
+            if request.scoring is None:
+                request.limit_to(model.max_model_len)
+                if (finish := request.finish_condition()) is not None:
+                    self.state.finish(request, *finish)
+                    request.outbox.append(request.output(request.num_output_tokens))
+
+    # --- ends -------------------------------------------------------------------------------------
+
+    def _drop(self, group: RequestGroup) -> None:
+        for request in group.choices.values():
+            self.state.drop(request)
+        self.ledger.remove(group)
+        if group.owner.down_since is not None:
+            self._forget_owner_without_requests(group.owner)
+
+    def _fail(self, group: RequestGroup, code: ErrorCode, message: str, field: str = "") -> None:
+        _log.warning("request failed", request_id=group.request_id, code=code.name, reason=message)
+        self._effects.append((group.owner.key, Failed(group.request_id, group.attempt, code, message, field)))
+        self._drop(group)
+
+    def _forget_owner_without_requests(self, owner: Owner) -> None:
+        if not owner.request_ids:
+            self.ledger.owners.pop(owner.key, None)
+
+    def _count_deaths(self, reason: str) -> None:
+        state = self.state
+        in_flight = {request for plan in state.in_flight for request in plan.requests()}
+        in_flight = {request for request in in_flight if request.status < RequestStatus.FINISHED}
+        if len(in_flight) == 1:
+            (request,) = in_flight
+            if request in state.suspects:
+                self._fail(request.group, ErrorCode.INTERNAL, f"{reason}, {MAX_DEATHS + 1} times with this request")
+                return
+        for request in in_flight:
+            state.count_death(request)
+
+    def _ask_again(self, reason: str) -> None:
+        """The executor's rows are not what they are held to be: start over with it."""
+        _log.warning("taking the executor over again", reason=reason)
+        self.state.lose_executor()
+        self._effects.append((EXECUTOR, Takeover(self._incarnation)))
+
+    def _take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        for owner in self.ledger.owners.values():
+            if owner.outbox:
+                if owner.down_since is None:
+                    effects.append((owner.key, Outputs(owner.outbox.copy())))
+                owner.outbox.clear()
+        if any(owner.down_since is not None for owner in self.ledger.owners.values()):
+            effects = [e for e in effects if not self._is_down(e[0])]
+        return effects
+
+    def _is_down(self, key: Hashable) -> bool:
+        owner = self.ledger.owners.get(key)
+        return owner is not None and owner.down_since is not None
+
+
+def _is_prefix(past: ChoicePast, request: Request) -> bool:
+    """Whether everything from the past on is known and can be sent."""
+    num_past_tokens = len(past.output_token_ids)
+    start = request.num_prompt_tokens
+    return request.token_ids[start : start + num_past_tokens] == past.output_token_ids and (
+        request.output_logprobs is None or num_past_tokens >= request.num_past_tokens
+    )

@@ -1,0 +1,43 @@
+"""Settings of the scheduler."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from quartet.shared.config import CommonSettings
+
+
+class SchedulerSettings(CommonSettings, frozen=True):
+    tokenizer_link: Annotated[
+        str, msgspec.Meta(description="address to bind for tokenizers; empty: a socket in run_dir")
+    ] = ""
+    executor_link: Annotated[
+        str, msgspec.Meta(description="address to bind for the executor; empty: a socket in run_dir")
+    ] = ""
+    max_num_seqs: Annotated[
+        int, msgspec.Meta(description="most requests in a step; 0: as many as the executor", ge=0)
+    ] = 0
+    max_num_batched_tokens: Annotated[
+        int, msgspec.Meta(description="token budget of a step; 0: as many as the executor", ge=0)
+    ] = 0
+    policy: Annotated[
+        Literal["fcfs", "priority"], msgspec.Meta(description="whose turn it is; priority: lowest value first")
+    ] = "fcfs"
+    max_waiting: Annotated[int, msgspec.Meta(description="most requests that may wait for a place", ge=0)] = 4096
+    enable_prefix_caching: Annotated[
+        bool, msgspec.Meta(description="share KV blocks between requests with the same beginning")
+    ] = True
+    short_prompt_share: Annotated[
+        float,
+        msgspec.Meta(
+            description="share of a step's prefill tokens kept for short prompts behind long ones", ge=0, le=1
+        ),
+    ] = 0.25
+    owner_grace: Annotated[
+        float, msgspec.Meta(description="seconds that requests outlive the tokenizer they came from", ge=0)
+    ] = 30.0
+    drain_timeout: Annotated[
+        float, msgspec.Meta(description="seconds that running requests have to end after SIGTERM", ge=0)
+    ] = 30.0
