@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from quartet.services.cli.address import DEFAULT_ADDRESS
@@ -55,6 +55,7 @@ class Stats:
         self.started = time.monotonic()
         self.first = self.last = 0.0
         self.tokens = 0
+        self.usage: Any = None
 
     def add(self, count: int) -> None:
         self.last = time.monotonic()
@@ -65,22 +66,28 @@ class Stats:
         if not self.tokens:
             return "no tokens"
         rate = (self.tokens - 1) / (self.last - self.first) if self.last > self.first else 0.0
-        return f"{self.tokens} tokens, first after {self.first - self.started:.2f} s, then {rate:.1f} tokens/s"
+        speed = f"{self.tokens} tokens, first after {self.first - self.started:.2f} s, then {rate:.1f} tokens/s"
+        if not self.usage:
+            return speed
+        return f"{speed}; prompt of {self.usage.prompt_tokens}, {self.usage.cached_tokens} of them cached"
 
 
 def print_answer(client: Any, sampling: dict[str, Any], stats: Stats | None = None, **prompt: Any) -> str:
     """Streams one answer to standard output and returns its text."""
     text = []
-    for chunk in client.generate(**prompt, **sampling):
+    generation = client.generate(**prompt, **sampling)
+    for chunk in generation:
         text.append(chunk.text)
         if stats:
             stats.add(len(chunk.token_ids))
         print(chunk.text, end="", flush=True)
     print(flush=True)
+    if stats:
+        stats.usage = generation.usage
     return "".join(text)
 
 
-def run_with_client(command: str, options: argparse.Namespace, body: Any) -> int:
+def run_with_client(command: str, options: argparse.Namespace, body: Callable[[Any], int]) -> int:
     """Calls body(client); a server's refusal or absence becomes one line on stderr and exit code 1."""
     try:
         import grpc
@@ -93,9 +100,9 @@ def run_with_client(command: str, options: argparse.Namespace, body: Any) -> int
         with Client(options.address) as client:
             if options.wait is not None:
                 client.wait_ready(options.wait)
-            return int(body(client))
-    except TimeoutError as error:
-        print(f"quartet {command}: {error or 'the server is not ready'}", file=sys.stderr)
+            return body(client)
+    except (TimeoutError, ValueError) as error:
+        print(f"quartet {command}: {error}", file=sys.stderr)
     except grpc.RpcError as error:
         print(f"quartet {command}: {describe(error, options.address)}", file=sys.stderr)
     return 1

@@ -11,7 +11,6 @@ from quartet.services.cli.address import DEFAULT_ADDRESS
 from quartet.shared.config import default_run_dir
 from quartet.shared.liveness import check, status_path
 
-SERVING = 1
 DESCRIPTION = """Exits with 0 when the service is ready, with 1 and one line that says why when it is not.
 
 Without an argument it asks the gateway over gRPC (grpc.health.v1), whose readiness stands for the
@@ -56,14 +55,13 @@ def main(argv: Sequence[str]) -> int:
 def _ask_gateway(address: str, timeout: float) -> str | None:
     try:
         import grpc
+
+        from quartet.shared.client.channel import HEALTH_CHECK, HEALTH_REQUEST, HEALTH_SERVING
     except ImportError:
         return "grpcio is not installed; run: pip install 'quartet[client]'"
-    # HealthCheckRequest() is empty and HealthCheckResponse is one enum: no generated code is needed for them.
     with grpc.insecure_channel(address) as channel:
-        call = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
-            answer: bytes = call(b"", timeout=timeout)
+            answer: bytes = channel.unary_unary(HEALTH_CHECK)(HEALTH_REQUEST, timeout=timeout)
         except grpc.RpcError as error:
             return f"{address}: {error.code().name}: {error.details()}"
-    status = answer[1] if len(answer) >= 2 and answer[0] == 0x08 else 0
-    return None if status == SERVING else f"{address}: not serving (status {status})"
+    return None if answer.startswith(HEALTH_SERVING) else f"{address}: not ready"
