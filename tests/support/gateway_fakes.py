@@ -1,13 +1,34 @@
 """A fake tokenizer's end of the link, and a stream table under a clock that tests move."""
 
+import asyncio
+import contextlib
+import functools
+
+import msgspec
+
+from quartet.services.gateway.grpc_face import GrpcFace
+from quartet.services.gateway.settings import GatewaySettings
 from quartet.services.gateway.stream import Choice, Stream
 from quartet.services.gateway.stream_table import StreamTable, TableLimits
 from quartet.shared.messages import (
+    Abort,
     Accepted,
+    Attach,
+    Attached,
+    ChoicePast,
+    Decode,
+    Decoded,
     Delta,
     Deltas,
+    Encode,
+    Encoded,
+    ErrorCode,
+    Failed,
     FinishReason,
+    GetLoads,
+    Loads,
     ModelInfo,
+    Release,
     Submit,
     TextPrompt,
     TokensPrompt,
@@ -104,28 +125,105 @@ class Bench:
         self.table.tick()
 
 
-class ScriptedPeer(FakePeer):
-    """A tokenizer that answers: every submit is accepted and gets `script` one delta after another."""
+class AnsweringPeer(FakePeer):
+    """A tokenizer that accepts each submit and says `words`, one token a word, as long as it is not `silent`.
 
-    def __init__(self, table, **options):
+    What it says is queued in the event loop, as a link's messages are.
+    """
+
+    prompt_ids = (5, 6, 7)
+
+    def __init__(self, table, words=("a", "b", "c"), **options):
         super().__init__(**options)
         self.table = table
+        self.words = list(words)
         self.silent = False
-        self.prompt_ids = [5, 6, 7]
+        self.remembered = {}
+        self.accepting = True
 
-    def play(self, submit, words, *, finish=FinishReason.LENGTH, index=0, cached=0):
-        """Says one token a word from the choice's past on; the last word finishes the choice."""
-        past = next(choice for choice in submit.choices if choice.index == index)
-        start = len(past.output_token_ids)
-        total = sum(len(word.encode()) for word in words[:start])
-        items = []
-        for i, word in enumerate(words[start:], start):
-            total += len(word.encode())
-            last = i == len(words) - 1
-            items.append(delta(submit, i, [100 + i], word, total, index=index, finish=finish if last else None))
-            items[-1].num_cached_tokens = cached
-        self.table.on_message(self, Deltas(items))
+    def send(self, message):
+        if super().send(message):
+            asyncio.get_running_loop().call_soon(self._answer, message)
+        return self.alive
 
-    def accept(self, submit):
-        ids = submit.prompt.token_ids if isinstance(submit.prompt, TokensPrompt) else self.prompt_ids
-        self.table.on_message(self, Accepted(submit.request_id, submit.attempt, ids))
+    def _answer(self, message):
+        if not self.alive:
+            return
+        match message:
+            case Submit() if self.accepting:
+                ids = message.prompt.token_ids if isinstance(message.prompt, TokensPrompt) else list(self.prompt_ids)
+                self._say(Accepted(message.request_id, message.attempt, ids))
+                self.remembered[message.request_id] = msgspec.structs.replace(message, prompt=TokensPrompt(ids))
+                if not self.silent:
+                    self.speak(message)
+            case Attach():
+                submit = self.remembered.get(message.request_id)
+                if submit is None:
+                    self._say(Failed(message.request_id, message.attempt, ErrorCode.NOT_FOUND, "not known"))
+                    return
+                submit = msgspec.structs.replace(
+                    submit,
+                    attempt=message.attempt,
+                    choices=[self._past(choice.index, message.next_index) for choice in submit.choices],
+                )
+                self._say(Attached(message.request_id, message.attempt, submit))
+                self.speak(submit)
+            case Encode():
+                self._say(Encoded(message.call_id, [1, 2], [b"a", b"\xc3"]))
+            case Decode():
+                self._say(Decoded(message.call_id, " ".join(map(str, message.token_ids))))
+            case GetLoads():
+                self._say(Loads(message.call_id, *range(1, 9), 256))
+            case Abort() | Release():
+                self.remembered.pop(message.request_id, None)
+
+    def speak(self, submit, upto=None):
+        """Says the words of each choice from its past on, up to word `upto`."""
+        for choice in submit.choices:
+            start = len(choice.output_token_ids)
+            total = sum(len(word.encode()) for word in self.words[:start])
+            for i in range(start, len(self.words) if upto is None else upto):
+                total += len(self.words[i].encode())
+                finish = FinishReason.LENGTH if i == len(self.words) - 1 else None
+                item = delta(submit, i, [100 + i], self.words[i], total, index=choice.index, finish=finish)
+                self._say(Deltas([item]))
+
+    def _past(self, index, next_index):
+        count = next_index.get(index, 0)
+        return ChoicePast(index, [100 + i for i in range(count)], len("".join(self.words[:count]).encode()))
+
+    def _say(self, message):
+        self.table.on_message(self, message)
+
+
+@contextlib.asynccontextmanager
+async def gateway(address="127.0.0.1:0", words=("a", "b", "c"), table=None, **settings):
+    """A gRPC face in this loop with one answering tokenizer: yields (address, table, peer)."""
+    table = table or StreamTable(TableLimits(max_unread_bytes=settings.get("max_unread_bytes", 2**20)))
+    face = GrpcFace(table, GatewaySettings(grpc_address=address, **settings), "1.2.3")
+    await face.bind()
+    peer = AnsweringPeer(table, words)
+    table.on_up(peer)
+    table.face = face
+    await face.start()
+    try:
+        yield f"127.0.0.1:{face.port}" if not address.startswith("unix:") else address, table, peer
+    finally:
+        await face.stop(0)
+
+
+def in_loop(test):
+    """Runs an async test in a loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+async def until(condition, seconds=5.0):
+    """Gives the loop time until the condition holds; fails when it does not."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
