@@ -32,11 +32,12 @@ def _die_with_parent() -> Callable[[], None] | None:
 class Process:
     """A child in its own process group: the terminal's Ctrl-C does not reach it, a kill reaches all of it."""
 
-    def __init__(self, command: Sequence[str], environ: dict[str, str] | None = None) -> None:
+    def __init__(self, command: Sequence[str], quiet: bool = False) -> None:
+        """`quiet` drops its standard output; its standard error always goes where ours does."""
         self._popen = subprocess.Popen(
             list(command),
             stdin=subprocess.DEVNULL,
-            env=environ,
+            stdout=subprocess.DEVNULL if quiet else None,
             process_group=0,
             preexec_fn=_die_with_parent(),
         )

@@ -180,7 +180,7 @@ class Serve:
 
     def _act(self, kind: str, name: str) -> None:
         if kind == "start":
-            self._processes[name] = Process(self._commands[name])
+            self._processes[name] = Process(self._commands[name], quiet=name == FETCH)
             log.debug("started", child=name, pid=self._processes[name].pid)
         elif kind == "terminate":
             self._processes[name].terminate()
