@@ -21,11 +21,12 @@ NEVER = 1 << 62
 class RequestStatus(enum.IntEnum):
     """In rising order, so that `>= FINISHED` means that nothing more is computed."""
 
-    WAITING = 0
-    PREEMPTED = 1
-    RUNNING = 2
-    FINISHED = 3  # retained until Release
-    DROPPED = 4  # no longer in the ledger
+    NEW = 0  # not queued yet
+    WAITING = 1
+    PREEMPTED = 2
+    RUNNING = 3
+    FINISHED = 4  # retained until Release
+    DROPPED = 5  # no longer in the ledger
 
 
 class Owner:
@@ -146,7 +147,7 @@ class Request:
         self.output_logprobs: list[TokenLogprobs | None] | None = None if sampling.logprobs is None else []
         self.max_tokens = NEVER if sampling.max_tokens is None else sampling.max_tokens
         self.stop_ids = group.stop_ids
-        self.status = RequestStatus.WAITING
+        self.status = RequestStatus.NEW
         self.policy_key: tuple[Any, ...] = ()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

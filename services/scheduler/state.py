@@ -163,7 +163,7 @@ class SchedulerState:
         self.suspects.pop(request, None)
         if request.status is RequestStatus.RUNNING:
             self._stop(request)
-        elif request.status < RequestStatus.RUNNING:
+        elif request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             self._dequeue(request)
 
     def _stop(self, request: Request) -> None:

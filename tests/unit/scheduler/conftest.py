@@ -313,6 +313,7 @@ class Sim:
         self.owners: set[Hashable] = set()
         self.executor: FakeExecutor | None = None
         self.num_events = 0
+        self.num_owners = 0
         self.auto_release = True
         self.todo: list[Callable[[], list[Effect]]] = []
         self.core = self._new_core()
@@ -355,6 +356,13 @@ class Sim:
     def owner_up(self, owner: Hashable = "t0") -> None:
         self.owners.add(owner)
         self.event(self.core.owner_up(owner))
+
+    def new_owner(self) -> str:
+        """A session that was never up before, as every reconnect is."""
+        self.num_owners += 1
+        owner = f"owner {self.num_owners}"
+        self.owner_up(owner)
+        return owner
 
     def owner_dies(self, owner: Hashable) -> None:
         self.owners.discard(owner)
@@ -490,10 +498,11 @@ class Sim:
             asked.logprobs.setdefault(index, []).extend(entry.logprob for entry in output.logprobs[overlap:])
         expected, _ = continuation(asked.message, index, [], self.model)
         assert ids == expected[: len(ids)], f"wrong content from output {output.start} on"
-        if output.finish_reason is not None:
-            asked.finished[index] = output.finish_reason
-        elif len(ids) >= asked.finish_at.get(index, 1 << 60):
+        stop_at = asked.finish_at.get(index, 1 << 60)
+        if len(ids) > stop_at or (len(ids) == stop_at and output.finish_reason is None):
             self._stop_string(asked, index)
+        elif output.finish_reason is not None:
+            asked.finished[index] = output.finish_reason
         if asked.done and self.auto_release:
             self.todo.append(lambda: self.core.release(Release(output.request_id, asked.attempt)))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 
@@ -36,7 +36,7 @@ def random_request(sim: Any, longest: int, max_tokens: int) -> Any:
         sampling["min_tokens"] = 0
     asked = sim.ask(
         random_prompt(sim, longest),
-        owner=r.choice(sorted(sim.owners)) if sim.owners else "t0",
+        owner=r.choice(sorted(sim.owners)) if sim.owners else sim.new_owner(),
         n=r.choice([1, 1, 1, 2, 4]),
         salt=r.choice(["", "", "x"]),
         priority=r.randrange(3),
@@ -50,7 +50,6 @@ def random_request(sim: Any, longest: int, max_tokens: int) -> Any:
 def live(sim: Any, num_events: int, longest: int, max_tokens: int, deaths: bool) -> None:
     r = sim.random
     orphans: list[Any] = []
-    next_owner = 1
     for _ in range(num_events):
         open_requests = [a for a in sim.asked.values() if not a.done and a not in orphans]
         if sim.executor is None:
@@ -75,15 +74,13 @@ def live(sim: Any, num_events: int, longest: int, max_tokens: int, deaths: bool)
             sim.owner_dies(owner)
             orphans += [a for a in open_requests if a.owner == owner]
         elif kind < 0.18 and deaths and open_requests:
-            sim.move(r.choice(open_requests), f"t{next_owner}", lose=r.randrange(3))
-            next_owner += 1
+            sim.move(r.choice(open_requests), sim.new_owner(), lose=r.randrange(3))
         elif sim.executor is not None:
             sim.step()
         if orphans and r.random() < 0.2:
-            sim.move(orphans.pop(), f"t{next_owner}", lose=r.randrange(3))
-            next_owner += 1
+            sim.move(orphans.pop(), sim.new_owner(), lose=r.randrange(3))
     for asked in orphans:
-        sim.move(asked, "t0")
+        sim.move(asked, sim.new_owner())
     if sim.executor is None:
         sim.executor_up()
     sim.run()
@@ -103,7 +100,13 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=12,
+    deadline=None,
+    # Seeds do not shrink.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     seed=st.integers(0, 2**32),
     deaths=st.booleans(),
