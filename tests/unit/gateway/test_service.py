@@ -1,0 +1,142 @@
+"""The gateway as a process: addresses, signals, exit codes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import grpc
+import pytest
+from support.gateway_fakes import MODEL
+
+from quartet.shared.client import Client, InferenceError
+from quartet.shared.messages import Accepted, Delta, Deltas, FinishReason, Role, Submit
+from quartet.shared.transport import Identity, Status, ThreadDialer, ipc_address
+
+
+class Tokenizer:
+    """Accepts each request and says one token; the rest when it is told to."""
+
+    def __init__(self, run_dir):
+        self.submits = []
+        identity = Identity(Role.TOKENIZER, "t", model=MODEL, tokenizer_fingerprint="tok")
+        self.dialer = ThreadDialer(ipc_address(run_dir, "gateway"), identity, self, lambda: Status(0, 0, True))
+        self.dialer.start()
+
+    def on_up(self, peer): ...
+    def on_down(self, peer, reason): ...
+    def on_status(self, peer): ...
+
+    def on_message(self, peer, message):
+        if isinstance(message, Submit):
+            self.submits.append(message)
+            peer.send(Accepted(message.request_id, message.attempt, [1]))
+            peer.send(Deltas([Delta(message.request_id, message.attempt, 0, 0, [7], "a", 1)]))
+
+    def finish(self):
+        for submit in self.submits:
+            last = Delta(submit.request_id, submit.attempt, 0, 1, [8], "b", 2, finish_reason=FinishReason.LENGTH)
+            self.dialer.send(Deltas([last]))
+
+
+def start(run_dir, address, *flags):
+    command = [sys.executable, "-m", "quartet.services.gateway", "--run-dir", str(run_dir), "--grpc-address", address]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("QUARTET_")}
+    return subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, env=environ)
+
+
+@pytest.fixture
+def address(tmp_path):
+    return f"unix:{tmp_path}/grpc.sock"
+
+
+@pytest.fixture
+def running(tmp_path, address):
+    started = []
+
+    def run(*flags):
+        process = start(tmp_path, address, *flags)
+        started.append(process)
+        tokenizer = Tokenizer(tmp_path)
+        started.append(tokenizer)
+        return process, tokenizer
+
+    yield run
+    for item in started:
+        if isinstance(item, Tokenizer):
+            item.dialer.close()
+        else:
+            item.kill()
+            item.communicate()
+
+
+def first_chunk(client, **options):
+    generation = client.generate("hi", **options)
+    return generation, next(generation)
+
+
+def test_sigterm_lets_running_streams_end(running, address):
+    process, tokenizer = running()
+    with Client(address) as client, Client(address) as other:
+        client.wait_ready(20)
+        generation, chunk = first_chunk(client)
+        assert chunk.text == "a"
+        process.send_signal(signal.SIGTERM)
+        wait_for_draining(other)
+        with pytest.raises(InferenceError, match="shutting down"):
+            other.generate("x").text()
+        tokenizer.finish()
+        assert generation.text() == "b"
+        assert process.wait(10) == 0
+
+
+def wait_for_draining(client):
+    deadline = time.monotonic() + 10
+    while not client.server_info().draining:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_streams_that_do_not_end_are_ended(running, address):
+    process, _ = running("--drain-timeout", "0.1")
+    with Client(address, reconnect_timeout=0) as client:
+        client.wait_ready(20)
+        generation, _ = first_chunk(client)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(InferenceError, match="stopped") as caught:
+            generation.text()
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert process.wait(10) == 0
+
+
+def test_a_second_signal_ends_it_at_once(running, address):
+    process, _ = running("--drain-timeout", "600")
+    with Client(address, reconnect_timeout=0) as client:
+        client.wait_ready(20)
+        generation, _ = first_chunk(client)
+        process.send_signal(signal.SIGTERM)
+        wait_for_draining(client)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 1
+        generation.close()
+
+
+def test_a_second_gateway_on_the_address_says_so(running, tmp_path, address):
+    running()
+    with Client(address) as client:
+        client.wait_ready(20)
+        second = start(tmp_path / "other", address)
+        _, errors = second.communicate(timeout=20)
+        assert second.returncode == 1 and "another server" in errors
+        assert "Traceback" not in errors and not (tmp_path / "other" / "gateway.sock").exists()
+        third = start(tmp_path, f"unix:{tmp_path}/third.sock")
+        _, errors = third.communicate(timeout=20)
+        assert third.returncode == 1 and "tokenizer_link" in errors and "Traceback" not in errors
+        assert client.generate("x").request_id == ""
+
+
+def test_wrong_settings_are_named(tmp_path):
+    process = start(tmp_path, "127.0.0.1:0", "--max-n", "0")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 2 and "max-n" in errors
