@@ -25,6 +25,8 @@ FloatArray = npt.NDArray[np.float64]
 # So many of a row's largest values are looked at for top_k and top_p before the whole row is sorted.
 NUM_CANDIDATES = 1024
 _SEARCH_BLOCK = 256
+# Scaled logits below this (a weight of 1e-35) count as 0; exp() is slow where it underflows.
+_LOWEST = -80.0
 
 
 class SamplerOutput(NamedTuple):
@@ -125,34 +127,47 @@ def _draw(
     scaled = (scaled - _on(logits, best[chosen].astype(np.float32)).unsqueeze(1)).div_(
         _on(logits, state.temperature[rows]).unsqueeze(1)
     )
-    threshold = _threshold(scaled, state, rows)
+    scaled.clamp_(min=_LOWEST)
+    weights = torch.nn.functional.threshold_(scaled.exp(), math.exp(_LOWEST + 1), 0.0)
+    threshold = _threshold(scaled, weights, state, rows)
     if threshold is not None:
-        scaled.masked_fill_(scaled < _on(logits, threshold).unsqueeze(1), -math.inf)
-    return _inverse_cdf(scaled.exp_(), noise)
+        weights.masked_fill_(scaled < _on(logits, threshold).unsqueeze(1), 0.0)
+    return _inverse_cdf(weights, noise)
 
 
 def _inverse_cdf(weights: torch.Tensor, noise: FloatArray) -> IntArray:
     """The first token at which the running sum of weights [N, V] passes noise [N] times the whole."""
-    num_rows, width = weights.shape
-    num_blocks = -(-width // _SEARCH_BLOCK)
-    padding = num_blocks * _SEARCH_BLOCK - width
-    padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
-    blocks = padded.view(num_rows, num_blocks, _SEARCH_BLOCK)
-    block_sums = blocks.sum(-1).double().cumsum_(-1)
-    totals = block_sums[:, -1:]
-    target = _on(weights, noise).unsqueeze(1) * totals
-    target = torch.minimum(target, torch.nextafter(totals, torch.zeros_like(totals)))
-    block = torch.searchsorted(block_sums, target, right=True)
-    before = torch.where(block > 0, block_sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    inside = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]].double().cumsum_(-1)
-    # Block sums are rounded otherwise than sums inside: the end of a block is its last token with any weight.
-    rest = torch.minimum(target - before, torch.nextafter(inside[:, -1:], torch.zeros_like(totals)))
+    blocks, sums = _block_sums(weights)
+    sums = sums.cumsum(-1)
+    totals = sums[:, -1:]
+    zero = torch.zeros_like(totals)
+    target = torch.minimum(_on(weights, noise).unsqueeze(1) * totals, torch.nextafter(totals, zero))
+    block = torch.searchsorted(sums, target, right=True)
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocks[torch.arange(len(blocks), device=weights.device), block[:, 0]].double().cumsum_(-1)
+    # A block's sum is rounded otherwise than the sums inside it: its end is its last token with any weight.
+    rest = torch.minimum(target - before, torch.nextafter(inside[:, -1:], zero))
     token = torch.searchsorted(inside, rest, right=True)
     return (block * _SEARCH_BLOCK + token)[:, 0].cpu().numpy()
 
 
-def _threshold(scaled: torch.Tensor, state: SamplingRows, rows: IntArray) -> npt.NDArray[np.float32] | None:
-    """[N] the smallest value that stays, or None when no row truncates. `scaled` [N, V] has maximum 0."""
+def _block_sums(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weights [N, V] as ([N, B, _SEARCH_BLOCK], float64 sums of these blocks [N, B]).
+
+    In blocks since a row's sum is then the same in any batch, and since a search may begin with few.
+    """
+    num_rows, width = weights.shape
+    padding = -width % _SEARCH_BLOCK
+    padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
+    blocks = padded.view(num_rows, -1, _SEARCH_BLOCK)
+    return blocks, blocks.sum(-1).double()
+
+
+def _threshold(
+    scaled: torch.Tensor, weights: torch.Tensor, state: SamplingRows, rows: IntArray
+) -> npt.NDArray[np.float32] | None:
+    """[N] the smallest value that stays, or None when no row truncates. `scaled` [N, V] has maximum 0,
+    `weights` is its exp()."""
     width = scaled.shape[1]
     min_p = state.min_p[rows]
     top_k = np.where((state.top_k[rows] > 0) & (state.top_k[rows] < width), state.top_k[rows], 0)
@@ -162,12 +177,16 @@ def _threshold(scaled: torch.Tensor, state: SamplingRows, rows: IntArray) -> npt
         return None
     with np.errstate(divide="ignore"):
         threshold = np.log(min_p).astype(np.float32)
+    mass = np.zeros(len(rows))
+    if ((top_p < 1.0) & (top_k == 0)).any():
+        mass = _block_sums(weights)[1].sum(-1).cpu().numpy()
     pending = np.flatnonzero(ranked)
     for num_candidates in (NUM_CANDIDATES, width):
         if not len(pending):
             break
         subset = scaled if len(pending) == len(rows) else scaled[_on(scaled, pending)]
-        found, found_threshold = _rank_threshold(subset, top_k[pending], top_p[pending], min(num_candidates, width))
+        values = _largest(subset, min(num_candidates, width))
+        found, found_threshold = _rank_threshold(values, top_k[pending], top_p[pending], mass[pending], width)
         done = pending[found]
         threshold[done] = np.maximum(threshold[done], found_threshold[found])
         pending = pending[~found]
@@ -175,28 +194,25 @@ def _threshold(scaled: torch.Tensor, state: SamplingRows, rows: IntArray) -> npt
 
 
 def _rank_threshold(
-    scaled: torch.Tensor, top_k: IntArray, top_p: FloatArray, num_candidates: int
+    values: npt.NDArray[np.float32], top_k: IntArray, top_p: FloatArray, mass: FloatArray, width: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
-    """([N] whether the largest `num_candidates` values sufficed, [N] the value at which top_k and top_p cut)."""
-    num_rows = np.arange(len(top_k))
-    values = _largest(scaled, num_candidates)
-    exhaustive = num_candidates == scaled.shape[1]
-    found = np.full(len(top_k), exhaustive) | (top_k <= num_candidates)
-    last = np.where(top_k > 0, np.minimum(top_k, num_candidates), num_candidates) - 1
+    """([N] whether the values sufficed, [N] the value at which top_k and top_p cut).
 
+    values [N, C]: each row's largest in falling order, of `width` in all; mass [N]: the sum of all weights.
+    """
+    num_rows, num_candidates = values.shape
+    each = np.arange(num_rows)
+    found = (num_candidates == width) | (top_k <= num_candidates)
+    last = np.where(top_k > 0, np.minimum(top_k, num_candidates), num_candidates) - 1
     nucleus = top_p < 1.0
     if nucleus.any():
         sums = np.exp(values.astype(np.float64)).cumsum(-1)
-        whole = sums[num_rows, last]
-        unlimited = nucleus & (top_k == 0)
-        if unlimited.any() and not exhaustive:
-            mass = scaled[_on(scaled, np.flatnonzero(unlimited))].exp_().sum(-1, dtype=torch.float64)
-            whole[unlimited] = mass.cpu().numpy()
+        whole = np.where((top_k > 0) | (num_candidates == width), sums[each, last], mass)
         target = np.minimum(top_p * whole, np.nextafter(whole, 0))
-        reached = (sums >= target[:, None]).argmax(-1)
-        found &= ~unlimited | exhaustive | (sums[:, -1] >= target)
-        last = np.where(nucleus, np.minimum(reached, last), last)
-    return found, values[num_rows, last]
+        reached = sums >= target[:, None]
+        found &= ~nucleus | reached[:, -1]
+        last = np.where(nucleus, np.minimum(reached.argmax(-1), last), last)
+    return found, values[each, last]
 
 
 def _largest(scaled: torch.Tensor, count: int) -> npt.NDArray[np.float32]:

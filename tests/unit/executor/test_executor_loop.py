@@ -1,0 +1,100 @@
+from typing import Any
+
+import pytest
+
+from quartet.services.executor.loop import ExecutorLoop
+from quartet.services.executor.plan_columns import PlanError
+from quartet.shared.messages import Granted, PlanRefused, Release, StepFailed, StepPlan, StepResult, Takeover
+
+
+class FakeRunner:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.raises: Exception | None = None
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+    def offers(self) -> tuple[bytes, bytes]:
+        return b"\1\0\0\0", b"h" * 32
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.calls.append(f"step {plan.step_id}")
+        if self.raises is not None:
+            raise self.raises
+        return StepResult(plan.epoch, plan.step_id, b"")
+
+
+@pytest.fixture
+def runner() -> FakeRunner:
+    return FakeRunner()
+
+
+@pytest.fixture
+def loop(runner: FakeRunner) -> ExecutorLoop:
+    return ExecutorLoop(runner, first_epoch=100)
+
+
+def test_a_takeover_drops_the_rows_and_offers_the_blocks(loop: ExecutorLoop, runner: FakeRunner, plans: Any) -> None:
+    assert loop.handle(Takeover(7)) == Granted(100, b"\1\0\0\0", b"h" * 32)
+    assert loop.handle(plans.plan(0, epoch=100)) == StepResult(100, 0, b"")
+    assert loop.handle(plans.plan(1, epoch=100)) == StepResult(100, 1, b"")
+    granted = loop.handle(Takeover(8))
+    assert isinstance(granted, Granted) and granted.epoch == 101
+    assert runner.calls == ["reset", "step 0", "step 1", "reset"]
+    assert loop.num_steps == 2
+
+
+def test_plans_of_an_older_epoch_are_dropped_in_silence(loop: ExecutorLoop, runner: FakeRunner, plans: Any) -> None:
+    loop.handle(Takeover(7))
+    loop.handle(plans.plan(0, epoch=100))
+    loop.handle(Takeover(8))
+    assert loop.handle(plans.plan(1, epoch=100)) is None
+    assert loop.num_plans_dropped == 1
+    assert loop.handle(plans.plan(0, epoch=101)) == StepResult(101, 0, b"")
+
+
+@pytest.mark.parametrize("step_id", [0, 2])
+def test_a_gap_or_a_repeat_applies_nothing_until_a_takeover(
+    loop: ExecutorLoop, runner: FakeRunner, plans: Any, step_id: int
+) -> None:
+    loop.handle(Takeover(7))
+    loop.handle(plans.plan(0, epoch=100))
+    refused = loop.handle(plans.plan(step_id, epoch=100))
+    assert isinstance(refused, PlanRefused) and (refused.epoch, refused.step_id) == (100, step_id)
+    # The right one comes too late: the sender cannot know what of its later plans was applied.
+    assert loop.handle(plans.plan(1, epoch=100)) is None
+    assert runner.calls == ["reset", "step 0"]
+    loop.handle(Takeover(7))
+    assert loop.handle(plans.plan(0, epoch=101)) == StepResult(101, 0, b"")
+
+
+def test_a_plan_before_any_takeover_is_refused(loop: ExecutorLoop, runner: FakeRunner, plans: Any) -> None:
+    assert isinstance(loop.handle(plans.plan(0, epoch=500)), PlanRefused)
+    assert loop.handle(plans.plan(0, epoch=3)) is None
+    assert runner.calls == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "answer"),
+    [(PlanError("row 3 is not in use"), PlanRefused), (RuntimeError("out of memory"), StepFailed)],
+)
+def test_after_a_failure_only_a_takeover_leads_on(
+    loop: ExecutorLoop, runner: FakeRunner, plans: Any, raised: Exception, answer: type
+) -> None:
+    loop.handle(Takeover(7))
+    runner.raises = raised
+    failure = loop.handle(plans.plan(0, epoch=100))
+    assert isinstance(failure, answer) and failure.step_id == 0
+    assert str(raised) in (failure.reason if isinstance(failure, PlanRefused) else failure.message)
+    runner.raises = None
+    assert loop.handle(plans.plan(1, epoch=100)) is None
+    assert loop.handle(plans.plan(0, epoch=100)) is None
+    assert runner.calls == ["reset", "step 0"]
+    assert isinstance(loop.handle(Takeover(7)), Granted)
+    assert loop.handle(plans.plan(0, epoch=101)) == StepResult(101, 0, b"")
+    assert loop.num_steps == 1
+
+
+def test_other_messages_are_dropped(loop: ExecutorLoop) -> None:
+    assert loop.handle(Release(1, 1)) is None
