@@ -269,6 +269,19 @@ def test_held_back_text_comes_later_and_resubmits_tell_what_the_client_has(bench
     assert text_of(subscription.pull()) == "abc"
 
 
+def test_text_alone_is_told_with_the_next_token(bench):
+    """A client could not say by its next_index whether it has that text."""
+    peer = bench.peer()
+    subscription = bench.open()
+    submit = bench.accept(peer)
+    bench.say(peer, delta(submit, 0, [10], "a", 1), delta(submit, 1, [], "b", 2))
+    assert text_of(subscription.pull()) == "a"
+    again = bench.attach(submit.request_id, {0: position(1)})
+    assert text_of(again.pull()) == ""
+    bench.say(peer, delta(submit, 1, [11], "c", 3))
+    assert text_of(again.pull()) == "bc"
+
+
 @pytest.mark.parametrize("start, total", [(3, 3), (1, 9)], ids=["tokens", "text"])
 def test_a_gap_makes_it_submit_again(bench, start, total):
     peer = bench.peer()
