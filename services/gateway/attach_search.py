@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from quartet.services.gateway.peer import Peer
-from quartet.services.gateway.stream import Choice, Position, Stream, StreamError, Subscription
+from quartet.services.gateway.choice import Choice, Position
+from quartet.services.gateway.events import StreamError
+from quartet.services.gateway.stream import Stream
+from quartet.services.gateway.subscription import Subscription
+from quartet.services.gateway.tokenizer import Peer
 from quartet.shared.messages import Attach, Attached, ErrorCode, Submit
 
 

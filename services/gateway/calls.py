@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from quartet.services.gateway.peer import Peer
-from quartet.services.gateway.stream import StreamError
+from quartet.services.gateway.events import StreamError
+from quartet.services.gateway.tokenizer import Peer
 from quartet.shared.messages import CallFailed, Decoded, Encoded, ErrorCode, Loads, Message
 
 MAX_TRIES = 3

@@ -7,7 +7,9 @@ import secrets
 from collections.abc import Iterable
 from typing import Any
 
-from quartet.services.gateway.stream import Choice, Chunk, Completed, Event, Position, PromptChunk, Started, Stream
+from quartet.services.gateway.choice import Choice, Position
+from quartet.services.gateway.events import Chunk, Completed, Event, PromptChunk, Started
+from quartet.services.gateway.stream import Stream
 from quartet.shared.messages import (
     ChatMessage,
     ChatPrompt,

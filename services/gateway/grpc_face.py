@@ -18,9 +18,10 @@ from grpc_reflection.v1alpha import reflection
 
 from quartet.services.gateway import convert
 from quartet.services.gateway.calls import Answer
+from quartet.services.gateway.events import StreamError
 from quartet.services.gateway.settings import GatewaySettings
-from quartet.services.gateway.stream import StreamError, Subscription
 from quartet.services.gateway.stream_table import StreamTable
+from quartet.services.gateway.subscription import Subscription
 from quartet.shared.log import get_logger
 from quartet.shared.messages import Decode, Decoded, Encode, Encoded, ErrorCode, GetLoads, Loads, Message
 from quartet.shared.pb import inference_pb2 as pb

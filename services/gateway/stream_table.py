@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from quartet.services.gateway.attach_search import Search, Searches, taken_over
 from quartet.services.gateway.calls import Calls
-from quartet.services.gateway.peer import Peer
-from quartet.services.gateway.stream import Gap, Position, Stream, StreamError, Subscription
+from quartet.services.gateway.choice import Gap, Position
+from quartet.services.gateway.events import StreamError
+from quartet.services.gateway.retained import Retained
+from quartet.services.gateway.stream import Stream
+from quartet.services.gateway.subscription import Subscription
+from quartet.services.gateway.tokenizer import Peer, Tokenizer
 from quartet.shared.log import get_logger
 from quartet.shared.messages import (
     Abort,
@@ -55,26 +58,6 @@ class TableLimits(NamedTuple):
     recovery_deadline: float = 60.0
 
 
-class Tokenizer:
-    """A tokenizer that is there, and the streams that it works on."""
-
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.streams: dict[int, Stream] = {}
-        self.stalled_since: float | None = None
-
-    @property
-    def usable(self) -> bool:
-        """Takes new work."""
-        peer = self.peer
-        return peer.alive and peer.ready and not peer.draining and not peer.stalled
-
-    @property
-    def fingerprints(self) -> tuple[str, str]:
-        model = self.peer.model
-        return ("" if model is None else model.model_fingerprint, self.peer.tokenizer_fingerprint)
-
-
 class StreamTable:
     """Owns all streams. Not thread-safe; everything happens in one event loop."""
 
@@ -95,8 +78,7 @@ class StreamTable:
         self._open: dict[int, Stream] = {}
         self._waiting: dict[int, Stream] = {}
         self._detached: dict[int, Stream] = {}
-        self._retained: OrderedDict[int, tuple[Stream, int]] = OrderedDict()
-        self._retained_bytes = 0
+        self._retained = Retained(limits.attach_grace, limits.max_retained_bytes)
         self._searches = Searches(limits.attach_timeout, clock, lambda: self._mint_attempt(0))
 
     # --- for the faces ---
@@ -158,8 +140,7 @@ class StreamTable:
         """Follows a stream from where its client left it, instead of that client's earlier
         subscription. Raises StreamError."""
         subscription = Subscription(wake, self._close)
-        retained = self._retained.get(request_id)
-        stream = self._open.get(request_id) or (retained[0] if retained else None)
+        stream = self._open.get(request_id) or self._retained.get(request_id)
         if stream is None:
             search = Search(subscription, positions, prompt_logprobs_start, detach_grace or 0.0)
             self._searches.start(request_id, search, self.tokenizers)
@@ -278,13 +259,7 @@ class StreamTable:
         for stream in list(self._detached.values()):
             if stream.detached_at is not None and now - stream.detached_at > stream.detach_grace:
                 self._drop(stream)
-        while self._retained:
-            stream, size = next(iter(self._retained.values()))
-            expired = stream.finished_at is not None and now - stream.finished_at > limits.attach_grace
-            if not expired and self._retained_bytes <= limits.max_retained_bytes:
-                break
-            del self._retained[stream.request_id]
-            self._retained_bytes -= size
+        self._retained.tick(now)
         self._searches.tick()
 
     # --- placing ---
@@ -371,8 +346,9 @@ class StreamTable:
             return
         if size < 0:
             return
-        if stream.num_cached_tokens is None:
-            # The first delta tells of the prompt; later ones may count outputs that were recomputed.
+        if stream.num_cached_tokens is None and delta.index == stream.first_index:
+            # Its first delta tells of the prompt. Later ones may count outputs that were recomputed, and
+            # other choices what the first one has just computed.
             stream.num_cached_tokens = delta.num_cached_tokens
         if stream.gaps or stream.refused_by:
             stream.gaps = 0
@@ -465,15 +441,15 @@ class StreamTable:
 
     def _finish(self, stream: Stream) -> None:
         self._forget(stream)
-        stream.finished_at = self._clock()
-        size = stream.size()
-        self._retained[stream.request_id] = (stream, size)
-        self._retained_bytes += size
+        stream.finished = True
+        self._retained.add(stream, self._clock())
+        _log.debug("request finished", request_id=stream.request_id, attempt=stream.attempt)
         self._wake(stream)
 
     def _fail(self, stream: Stream, error: StreamError) -> None:
         self._forget(stream)
         stream.error = error
+        _log.info("request ended", request_id=stream.request_id, code=error.code.name, reason=error.message)
         self._wake(stream)
 
     def _forget(self, stream: Stream) -> None:

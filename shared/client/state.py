@@ -57,7 +57,7 @@ class Usage(NamedTuple):
 @dataclass(slots=True)
 class _Choice:
     token_ids: list[int] = field(default_factory=list)
-    text_bytes: int = 0
+    text_bytes: int | None = 0
     finished: bool = False
 
 
@@ -70,7 +70,14 @@ class State:
         self.prompt_token_ids: list[int] = []
         self.seed = 0
         self.prompt_logprobs: list[pb.PromptLogprob] = []
-        self.choices: dict[int, _Choice] = {}
+        self.choices = {
+            past.index: _Choice(
+                list(past.past_token_ids),
+                past.past_text_bytes if past.HasField("past_text_bytes") or not past.past_token_ids else None,
+                past.finished,
+            )
+            for past in request.past
+        }
         self.usage: Usage | None = None
         self.num_attached = 0
         self.num_resumed = 0
@@ -84,10 +91,10 @@ class State:
         timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         if self._known_to_server:
             self.num_attached += 1
-            return stub.Attach(self._attach_request(), timeout=timeout)
+            return stub.Attach(self.attach_request(), timeout=timeout)
         if self.request_id:
             self.num_resumed += 1
-            return stub.Generate(self._resume_request(), timeout=timeout)
+            return stub.Generate(self.resume_request(), timeout=timeout)
         return stub.Generate(self.request, timeout=timeout)
 
     def receive(self, response: pb.GenerateResponse) -> Chunk | None:
@@ -129,7 +136,8 @@ class State:
             )
         token_ids = list(message.token_ids)
         choice.token_ids += token_ids
-        choice.text_bytes += len(message.text.encode())
+        if choice.text_bytes is not None:
+            choice.text_bytes += len(message.text.encode())
         finish_reason, stop_reason = None, None
         if message.HasField("finished"):
             choice.finished = True
@@ -139,20 +147,24 @@ class State:
         logprobs = list(message.logprobs)
         return Chunk(message.index, message.text, token_ids, message.start, logprobs, finish_reason, stop_reason)
 
-    def _attach_request(self) -> pb.AttachRequest:
-        request = pb.AttachRequest(request_id=self.request_id, prompt_logprobs_start=len(self.prompt_logprobs))
+    @property
+    def _next_prompt_logprob(self) -> int:
+        return self.request.prompt_logprobs_start + len(self.prompt_logprobs)
+
+    def attach_request(self) -> pb.AttachRequest:
+        request = pb.AttachRequest(request_id=self.request_id, prompt_logprobs_start=self._next_prompt_logprob)
         for index, choice in self.choices.items():
             request.positions.add(index=index, next_index=len(choice.token_ids), finished=choice.finished)
         if self.request.HasField("detach_grace_ms"):
             request.detach_grace_ms = self.request.detach_grace_ms
         return request
 
-    def _resume_request(self) -> pb.GenerateRequest:
+    def resume_request(self) -> pb.GenerateRequest:
         request = pb.GenerateRequest()
         request.CopyFrom(self.request)
         request.token_ids.ids[:] = self.prompt_token_ids
         request.sampling.seed = self.seed
-        request.prompt_logprobs_start = len(self.prompt_logprobs)
+        request.prompt_logprobs_start = self._next_prompt_logprob
         del request.past[:]
         for index, choice in self.choices.items():
             request.past.add(

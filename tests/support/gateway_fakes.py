@@ -6,9 +6,10 @@ import functools
 
 import msgspec
 
+from quartet.services.gateway.choice import Choice
 from quartet.services.gateway.grpc_face import GrpcFace
 from quartet.services.gateway.settings import GatewaySettings
-from quartet.services.gateway.stream import Choice, Stream
+from quartet.services.gateway.stream import Stream
 from quartet.services.gateway.stream_table import StreamTable, TableLimits
 from quartet.shared.messages import (
     Abort,

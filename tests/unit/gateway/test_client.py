@@ -1,6 +1,8 @@
 """The importable client: what it gives, and how it goes on when the gateway goes."""
 
 import asyncio
+import subprocess
+import sys
 
 import grpc
 import pytest
@@ -10,6 +12,8 @@ from quartet.services.gateway.stream_table import StreamTable, TableLimits
 from quartet.shared import messages as m
 from quartet.shared.client import AsyncClient, Client, InferenceError, Usage
 from quartet.shared.client.request import build_request
+from quartet.shared.client.state import State
+from quartet.shared.pb import inference_pb2 as pb
 
 WORDS = ["Hé", "llo", " ", "wor", "ld"]
 
@@ -162,3 +166,47 @@ async def test_a_gateway_that_stays_away_is_given_up():
         with pytest.raises(InferenceError) as caught:
             await waiting
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def response(**event):
+    return pb.GenerateResponse(**event)
+
+
+def test_what_is_sent_again_when_nobody_remembers():
+    state = State(build_request("x", n=3, prompt_logprobs=0, max_tokens=9), 60.0, None)
+    state.receive(response(started=pb.Started(request_id="0" * 16, prompt_token_ids=[1, 2], seed=4)))
+    state.receive(response(prompt_logprobs=pb.PromptLogprobs(start=0, entries=[pb.PromptLogprob()] * 2)))
+    state.receive(response(chunk=pb.Chunk(index=0, token_ids=[7, 8], text="é", next_index=2)))
+    state.receive(response(chunk=pb.Chunk(index=1, token_ids=[9], finished=pb.Finished(reason=1), next_index=1)))
+    attach = state.attach_request()
+    assert attach.request_id == "0" * 16 and attach.prompt_logprobs_start == 2
+    assert [(p.index, p.next_index, p.finished) for p in attach.positions] == [(0, 2, False), (1, 1, True)]
+    again = state.resume_request()
+    assert list(again.token_ids.ids) == [1, 2] and again.sampling.seed == 4 and again.sampling.max_tokens == 9
+    assert again.n == 3 and again.prompt_logprobs_start == 2
+    assert [(p.index, list(p.past_token_ids), p.past_text_bytes, p.finished) for p in again.past] == [
+        (0, [7, 8], 2, False),
+        (1, [9], 0, True),
+    ]
+    # The resumed stream is interrupted too.
+    later = State(again, 60.0, None)
+    later.receive(response(started=pb.Started(request_id="1" * 16, prompt_token_ids=[1, 2], seed=4)))
+    later.receive(response(chunk=pb.Chunk(index=0, start=2, token_ids=[3], text="f", next_index=3)))
+    assert [(p.index, p.next_index, p.finished) for p in later.attach_request().positions] == [
+        (0, 3, False),
+        (1, 1, True),
+    ]
+
+
+def test_a_server_that_repeats_or_skips_is_found_out():
+    state = State(build_request("x"), 60.0, None)
+    with pytest.raises(InferenceError, match="went on at token 2 instead of 0"):
+        state.receive(response(chunk=pb.Chunk(index=0, start=2, token_ids=[1])))
+
+
+def test_it_needs_grpcio_and_protobuf_only():
+    code = (
+        "import sys, quartet.shared.client;"
+        "print([name for name in ('msgspec', 'zmq', 'structlog', 'torch') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

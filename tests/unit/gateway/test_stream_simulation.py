@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.gateway_fakes import Bench, delta
 
-from quartet.services.gateway.stream import Chunk, Completed, Position
+from quartet.services.gateway.choice import Position
+from quartet.services.gateway.events import Chunk, Completed
 from quartet.shared.messages import Deltas, FinishReason, Release, Submit
 
 # Texts of tokens as a detokenizer lets them out: some are held back, some have several bytes.

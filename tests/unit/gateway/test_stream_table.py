@@ -3,7 +3,8 @@
 import pytest
 from support.gateway_fakes import MODEL, Bench, accepted, delta
 
-from quartet.services.gateway.stream import Choice, Chunk, Completed, PromptChunk, Started, StreamError
+from quartet.services.gateway.choice import Choice, Position
+from quartet.services.gateway.events import Chunk, Completed, PromptChunk, Started, StreamError
 from quartet.shared import messages as m
 from quartet.shared.messages import Abort, ErrorCode, FinishReason, Release, Submit, TextPrompt, TokensPrompt
 from quartet.shared.sampling_params import SamplingParams
@@ -396,8 +397,6 @@ def test_with_a_detach_grace_the_work_goes_on_for_a_while(bench):
 
 
 def position(next_index, finished=False):
-    from quartet.services.gateway.stream import Position
-
     return Position(next_index, finished)
 
 
@@ -685,3 +684,17 @@ def test_a_call_that_nobody_can_answer_fails(bench):
     bench.table.calls.start(m.GetLoads, answers.append)
     bench.table.on_message(peer, m.CallFailed(peer.last(m.GetLoads).call_id, ErrorCode.INTERNAL, "bad"))
     assert answers[1].message == "bad"
+
+
+def test_cached_tokens_are_those_that_the_first_choice_found(bench):
+    peer = bench.peer()
+    subscription = bench.open(n=2)
+    submit = bench.accept(peer)
+    end = FinishReason.LENGTH
+    bench.say(
+        peer,
+        delta(submit, 0, [10], "a", 1, index=1, finish=end, num_cached_tokens=48),
+        delta(submit, 0, [10], "a", 1, index=0, num_cached_tokens=16),
+        delta(submit, 1, [11], "b", 2, index=0, finish=end, num_cached_tokens=64),
+    )
+    assert subscription.pull()[-1] == Completed(3, 3, 16)
