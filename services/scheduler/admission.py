@@ -73,8 +73,8 @@ def never_fits(model: ModelInfo, message: NewRequest) -> Failed | None:
 
 
 def _was_accepted_before(message: NewRequest) -> bool:
-    """It comes from a ledger: an earlier attempt, or one with outputs, was let in already."""
-    return message.attempt > 1 or any(choice.output_token_ids for choice in message.choices)
+    """It comes from a ledger: one with outputs has been let in already."""
+    return any(choice.output_token_ids for choice in message.choices)
 
 
 def _failed(message: NewRequest, code: ErrorCode, text: str, field: str = "", retry_after_ms: int = 0) -> Failed:

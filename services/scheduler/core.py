@@ -285,9 +285,6 @@ class SchedulerCore:
 
     def _add_choice(self, group: RequestGroup, past: ChoicePast) -> None:
         request = Request(group, past)
-        replaced = group.choices.get(past.index)
-        if replaced is not None:
-            request.num_deaths = replaced.num_deaths
         group.choices[past.index] = request
         if self.state.model is not None:
             request.limit_to(self.state.model.max_model_len)

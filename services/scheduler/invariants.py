@@ -19,7 +19,7 @@ def check_invariants(core: SchedulerCore) -> None:
     choices = [request for group in core.ledger.groups.values() for request in group.choices.values()]
     unfinished = {request for request in choices if request.status < RequestStatus.FINISHED}
     assert unfinished == running | waiting | preempted, "the ledger and the queues disagree"
-    assert set(state.suspects) <= unfinished and set(state.prefilling) <= running
+    assert set(state.suspects) <= set(state.died) <= unfinished and set(state.prefilling) <= running
 
     core.ledger.check_invariants()
     state.rows.check_invariants(running, [plan.removed for plan in state.in_flight])

@@ -7,9 +7,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from quartet.shared.config import CommonSettings
+from quartet.shared.transport import ipc_address
 
 
-class SchedulerSettings(CommonSettings, frozen=True):
+class SchedulerSettings(CommonSettings, frozen=True, kw_only=True):
     tokenizer_link: Annotated[
         str, msgspec.Meta(description="address to bind for tokenizers; empty: a socket in run_dir")
     ] = ""
@@ -41,3 +42,11 @@ class SchedulerSettings(CommonSettings, frozen=True):
     drain_timeout: Annotated[
         float, msgspec.Meta(description="seconds that running requests have to end after SIGTERM", ge=0)
     ] = 30.0
+
+    @property
+    def tokenizer_address(self) -> str:
+        return self.tokenizer_link or ipc_address(self.run_dir, "scheduler-tokenizer")
+
+    @property
+    def executor_address(self) -> str:
+        return self.executor_link or ipc_address(self.run_dir, "scheduler-executor")

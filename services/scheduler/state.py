@@ -16,7 +16,7 @@ from quartet.shared.messages import FinishReason, ModelInfo
 if TYPE_CHECKING:
     from quartet.services.scheduler.settings import SchedulerSettings
 
-# A request that has died with an executor this often runs alone until it has passed where it died.
+# A request that has died so often without passing where it died before runs alone until it does.
 MAX_DEATHS = 2
 
 
@@ -35,7 +35,8 @@ class SchedulerState:
     """A waiting or preempted request holds no blocks and no row; a running one holds both.
 
     running      all with a row; `prefilling` are those of them with known tokens still to schedule
-    suspects     unfinished requests that have died MAX_DEATHS times
+    died         unfinished requests that have not passed yet where they last died with an executor
+    suspects     those of them that have died MAX_DEATHS times
     last_plan, last_returned   sequence numbers of plans, rising through all epochs
     """
 
@@ -46,6 +47,7 @@ class SchedulerState:
         self.preempted = RequestQueue(policy)
         self.running: dict[Request, None] = {}
         self.prefilling: dict[Request, None] = {}
+        self.died: dict[Request, None] = {}
         self.suspects: dict[Request, None] = {}
         self.in_flight: collections.deque[PlanInFlight] = collections.deque()
         self.last_plan = -1
@@ -151,15 +153,18 @@ class SchedulerState:
         """It was in a plan that died with its executor. Called before `lose_executor`."""
         request.num_deaths += 1
         request.death_position = request.num_computed_tokens
+        self.died[request] = None
         if request.num_deaths >= MAX_DEATHS:
             self.suspects[request] = None
 
     def acquit(self, request: Request) -> None:
-        """It has passed, alone, the place where it died: it was not to blame."""
+        """It has passed the place where it died: it was not to blame."""
         request.num_deaths = 0
-        del self.suspects[request]
+        del self.died[request]
+        self.suspects.pop(request, None)
 
     def _leave(self, request: Request) -> None:
+        self.died.pop(request, None)
         self.suspects.pop(request, None)
         if request.status is RequestStatus.RUNNING:
             self._stop(request)

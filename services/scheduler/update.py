@@ -54,11 +54,11 @@ def apply_result(state: SchedulerState, result: StepResult) -> StepUpdate:
         _fail_rows(plan, result, sampling, token_ids, update)
     for prefill in plan.prefills:
         request = prefill.request
-        if request.status is RequestStatus.RUNNING and request not in update.failed:
+        if request.status is RequestStatus.RUNNING and request.group not in update.failed:
             state.kv.cache_full_blocks(request, prefill.num_computed_tokens)
     if result.prompt_logprobs:
         _pass_prompt_logprobs(plan, result.prompt_logprobs, update)
-    if state.suspects:
+    if state.died:
         _acquit(state, plan)
     _append_tokens(state, sampling, token_ids, itertools.repeat(None) if logprobs is None else logprobs, update)
     return update
@@ -153,5 +153,5 @@ def _acquit(state: SchedulerState, plan: PlanInFlight) -> None:
     returned = [(p.request, p.num_computed_tokens) for p in plan.prefills]
     returned += [(request, len(request.token_ids)) for request in plan.decodes]
     for request, num_tokens in returned:
-        if request in state.suspects and num_tokens >= request.death_position:
+        if request in state.died and num_tokens >= request.death_position:
             state.acquit(request)

@@ -76,7 +76,9 @@ def continuation(message: NewRequest, choice: int, past: list[int], model: Model
     """All outputs of a choice, the past included, and how it ends."""
     sampling = message.sampling
     root = hash_root([("cache_salt", message.cache_salt)] if message.cache_salt else [])
-    stops = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset(message.eos_token_ids))
+    stops = frozenset(sampling.stop_token_ids) | (
+        frozenset() if sampling.ignore_eos else frozenset(message.eos_token_ids)
+    )
     chain = chain_start(root)
     for token_id in [*message.prompt_token_ids, *past]:
         chain = hash((chain, token_id))
@@ -143,7 +145,11 @@ class FakeExecutor:
             assert not new & named, f"rows {new & named} are reused before their last plan has returned"
         decodes = set(self._decode_rows(plan))
         self.undelivered.append(
-            new | decodes | set(unpack_u16(plan.removed)) | set(unpack_u16(plan.prefill_rows)) | set(unpack_u16(plan.block_rows))
+            new
+            | decodes
+            | set(unpack_u16(plan.removed))
+            | set(unpack_u16(plan.prefill_rows))
+            | set(unpack_u16(plan.block_rows))
         )
         self.queue.append(plan)
         assert len(self.undelivered) <= 2, "more than two plans in flight"
@@ -406,9 +412,7 @@ class Sim:
         """Submits what is unfinished of it, with all that its owner has."""
         message = asked.message
         message.attempt = asked.attempt
-        message.choices = [
-            ChoicePast(i, list(ids)) for i, ids in asked.outputs.items() if i not in asked.finished
-        ]
+        message.choices = [ChoicePast(i, list(ids)) for i, ids in asked.outputs.items() if i not in asked.finished]
         message.prompt_logprobs_start = max(message.prompt_logprobs_start, len(asked.prompt_logprobs))
         self.event(self.core.new_request(asked.owner, decode(encode(message))))
 

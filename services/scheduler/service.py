@@ -1,0 +1,321 @@
+"""The scheduler's process: two links around the core. Events drive it; idle, it only beats."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import time
+from collections.abc import Hashable
+
+from quartet.services.scheduler.core import EXECUTOR, Effect, SchedulerCore
+from quartet.services.scheduler.settings import SchedulerSettings
+from quartet.shared.config import version
+from quartet.shared.link import Peer
+from quartet.shared.liveness import StatusFile, status_path
+from quartet.shared.log import get_logger
+from quartet.shared.messages import (
+    Abort,
+    AnyMessage,
+    Finish,
+    GetLoads,
+    Granted,
+    Hello,
+    ModelInfo,
+    NewRequest,
+    PlanRefused,
+    Release,
+    Role,
+    StepFailed,
+    StepResult,
+)
+from quartet.shared.transport import AddressInUse, Binder, Identity, Status
+
+# Outputs are made and dropped by the thousand and hold no cycles; the default wakes the collector for each few.
+GC_THRESHOLD = 50_000
+
+_log = get_logger()
+
+
+class SchedulerService:
+    """Glue between the links and the core. `drained` is set when nothing is left to run."""
+
+    def __init__(self, settings: SchedulerSettings) -> None:
+        name = settings.name or f"scheduler-{os.getpid()}"
+        self.identity = Identity(Role.SCHEDULER, name, version=version())
+        self.core = SchedulerCore(settings, self.identity.incarnation, time.monotonic)
+        self.executor: Peer | None = None
+        self.drained = asyncio.Event()
+        self._model: ModelInfo | None = None
+        self._progress = 0
+        self._was_ready = False
+        self._scheduling = False
+        self._deadline: asyncio.TimerHandle | None = None
+        self._status_file = StatusFile(status_path(settings.run_dir, "scheduler"))
+        self._executors = _ExecutorSide(self)
+        self.executor_link = Binder(
+            settings.executor_address, self.identity, self._executors, self.status, accept=self._refuse_executor
+        )
+        self.tokenizer_link = Binder(
+            settings.tokenizer_address,
+            self.identity,
+            _TokenizerSide(self),
+            self.status,
+            accept=self._refuse_tokenizer,
+            status_file=self._status_file,
+        )
+
+    async def start(self) -> None:
+        """Waits while a scheduler that leaves still holds a socket; raises OSError when a port is taken."""
+        self._loop = asyncio.get_running_loop()
+        for link in (self.executor_link, self.tokenizer_link):
+            try:
+                link.start()
+            except AddressInUse as error:
+                if not link.address.startswith("ipc://"):
+                    raise
+                _log.warning("waiting for the other scheduler to leave", reason=str(error))
+                await link.start_when_free()
+
+    def close(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.tokenizer_link.close()
+        self.executor_link.close()
+        self._status_file.remove()
+
+    def status(self) -> Status:
+        # With plans in flight it is the executor that owes progress.
+        owes = self.ready and not self.core.num_in_flight
+        return Status(self._progress, self.core.num_unfinished if owes else 0, self.ready, self.core.draining)
+
+    @property
+    def ready(self) -> bool:
+        return self.core.granted_epoch is not None and self.executor is not None and not self.executor.stalled
+
+    def drain(self) -> None:
+        """Refuses new requests; `drained` is set once the running ones have ended."""
+        self.core.draining = True
+        self.tokenizer_link.announce()
+        self.executor_link.announce()
+        self.apply([])
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def apply(self, effects: list[Effect]) -> None:
+        """Sends what an event brought, and has plans made once all that has arrived is taken in."""
+        self._progress += 1
+        self._send(effects)
+        if not self._scheduling:
+            self._scheduling = True
+            self._loop.call_soon(self._schedule)
+
+    def _schedule(self) -> None:
+        self._scheduling = False
+        self._send(self.core.schedule())
+        if self.ready != self._was_ready:
+            self._was_ready = self.ready
+            _log.info("ready" if self.ready else "not ready")
+            self.tokenizer_link.announce()
+        if self.core.draining and not self.core.num_unfinished:
+            self.drained.set()
+
+    def _send(self, effects: list[Effect]) -> None:
+        for destination, message in effects:
+            peer = self.executor if destination is EXECUTOR else destination
+            # A send that fails is followed by on_down, and the other side adds again what it lacks.
+            if isinstance(peer, Peer):
+                peer.send(message)
+
+    def owner_down(self, owner: Hashable) -> None:
+        self.apply(self.core.owner_down(owner))
+        self._arm_deadline()
+
+    def _arm_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        deadline = self.core.next_deadline()
+        if deadline is not None:
+            # A little late, so that the deadline has passed by the core's clock too.
+            self._deadline = self._loop.call_later(max(0.0, deadline - time.monotonic()) + 0.01, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        self.apply(self.core.tick())
+        self._arm_deadline()
+
+    def use_executor(self, peer: Peer | None) -> None:
+        """Turns to another executor, or to none; None for the one in use means that it has changed."""
+        if self.executor is not None:
+            self.executor = None
+            self.apply(self.core.executor_down())
+        if peer is not None and peer.model is not None:
+            self.executor = peer
+            model = peer.model
+            _log.info("executor up", executor=peer.name, model=model.name, num_blocks=model.num_blocks)
+            self.apply(self.core.executor_up(model))
+            self._model = model
+            if self.identity.model != model:
+                self.identity.model = model
+                self.tokenizer_link.announce_model()
+
+    # --- who may come -----------------------------------------------------------------------------
+
+    def _refuse_executor(self, hello: Hello) -> str | None:
+        return None if hello.role is Role.EXECUTOR else f"this link is for executors, not for a {_role(hello)}"
+
+    def _refuse_tokenizer(self, hello: Hello) -> str | None:
+        if hello.role is not Role.TOKENIZER:
+            return f"this link is for tokenizers, not for a {_role(hello)}"
+        ours, theirs = self.identity.model, hello.model
+        if ours is not None and theirs is not None and ours.model_fingerprint != theirs.model_fingerprint:
+            return f"the tokenizer is for model {theirs.name}, the executor serves {ours.name} from other files"
+        return None
+
+
+class _TokenizerSide:
+    """Each session of a tokenizer is an owner."""
+
+    def __init__(self, service: SchedulerService) -> None:
+        self._service = service
+
+    def on_up(self, peer: Peer) -> None:
+        self._service.apply(self._service.core.owner_up(peer))
+
+    def on_down(self, peer: Peer, reason: str) -> None:
+        self._service.owner_down(peer)
+
+    def on_status(self, peer: Peer) -> None:
+        pass
+
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        core = self._service.core
+        match message:
+            case NewRequest():
+                effects = core.new_request(peer, message)
+            case Finish():
+                effects = core.finish(message)
+            case Release():
+                effects = core.release(message)
+            case Abort():
+                effects = core.abort(message)
+            case GetLoads():
+                effects = core.get_loads(peer, message)
+            case _:
+                _log.warning("unexpected message from a tokenizer", message=type(message).__name__)
+                return
+        self._service.apply(effects)
+
+
+class _ExecutorSide:
+    """One executor is used at a time; a second one waits until the first is gone or stands still."""
+
+    def __init__(self, service: SchedulerService) -> None:
+        self._service = service
+        self._waiting: list[Peer] = []
+
+    def on_up(self, peer: Peer) -> None:
+        self._waiting.append(peer)
+        self._choose()
+        if peer is not self._service.executor and self._service.executor is not None:
+            _log.warning("a second executor is ignored", executor=peer.name, used=self._service.executor.name)
+
+    def on_down(self, peer: Peer, reason: str) -> None:
+        if peer is self._service.executor:
+            _log.warning("executor down", executor=peer.name, reason=reason)
+            self._service.use_executor(None)
+        else:
+            self._waiting.remove(peer)
+        self._choose()
+
+    def on_status(self, peer: Peer) -> None:
+        service = self._service
+        if peer is service.executor:
+            if peer.model != service.identity.model:
+                service.use_executor(peer if peer.model is not None else None)
+            elif peer.stalled:
+                _log.warning("executor stands still", executor=peer.name)
+        self._choose()
+        service.apply([])
+
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        service = self._service
+        if peer is not service.executor:
+            return
+        match message:
+            case StepResult():
+                effects = service.core.step_result(message)
+            case Granted():
+                effects = service.core.granted(message)
+            case PlanRefused():
+                effects = service.core.plan_refused(message)
+            case StepFailed():
+                effects = service.core.step_failed(message)
+            case _:
+                _log.warning("unexpected message from the executor", message=type(message).__name__)
+                return
+        service.apply(effects)
+
+    def _choose(self) -> None:
+        service = self._service
+        current = service.executor
+        if current is not None and not current.stalled:
+            return
+        for peer in self._waiting:
+            if peer.alive and peer.model is not None and not peer.stalled:
+                self._waiting.remove(peer)
+                if current is not None:
+                    self._waiting.append(current)
+                service.use_executor(peer)
+                return
+
+
+def _role(hello: Hello) -> str:
+    return hello.role.name.lower()
+
+
+async def serve(settings: SchedulerSettings) -> int:
+    """Runs until SIGTERM or SIGINT, then until the running requests have ended; returns the exit code.
+    A second signal ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            _log.warning("stopped by a second signal")
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    service = SchedulerService(settings)
+    stopping = asyncio.ensure_future(stop.wait())
+    starting = asyncio.ensure_future(service.start())
+    try:
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            starting.cancel()
+            return 0
+        await starting
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
+        _log.info("serving", tokenizer_link=service.tokenizer_link.address, executor_link=service.executor_link.address)
+        await stopping
+        _log.info("draining", num_unfinished=service.core.num_unfinished)
+        service.drain()
+        try:
+            await asyncio.wait_for(service.drained.wait(), settings.drain_timeout)
+        except TimeoutError:
+            _log.warning(
+                "drain timeout: streams are left to the next scheduler", num_unfinished=service.core.num_unfinished
+            )
+        return 0
+    except OSError as error:
+        _log.error("cannot start", reason=str(error))
+        return 1
+    finally:
+        stopping.cancel()
+        service.close()
