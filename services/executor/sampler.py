@@ -128,7 +128,7 @@ def _draw(
         _on(logits, state.temperature[rows]).unsqueeze(1)
     )
     scaled.clamp_(min=_LOWEST)
-    weights = torch.nn.functional.threshold_(scaled.exp(), math.exp(_LOWEST + 1), 0.0)
+    weights = torch.nn.functional.threshold(scaled.exp(), math.exp(_LOWEST + 1), 0.0, inplace=True)
     threshold = _threshold(scaled, weights, state, rows)
     if threshold is not None:
         weights.masked_fill_(scaled < _on(logits, threshold).unsqueeze(1), 0.0)

@@ -29,7 +29,7 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown
     kv_cache_bytes: Annotated[int, Meta(description="bytes of KV memory; 0: by kv_memory_fraction", ge=0)] = 0
     kv_memory_fraction: Annotated[
         float, Meta(description="share of the memory left after loading that KV memory may take", gt=0, le=1)
-    ] = 0.5
+    ] = 0.25
     num_threads: Annotated[int, Meta(description="CPU threads; 0: as quota and affinity allow", ge=0)] = 0
     scheduler_link: Annotated[
         str, Meta(description="address of the scheduler to dial; empty: the socket in run_dir")

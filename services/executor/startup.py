@@ -32,12 +32,14 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
     max_model_len = pick_max_model_len(settings, config)
     dtype_name = pick_dtype(settings, config)
     dtype = DTYPES[dtype_name]
+    bytes_per_block = KVCache.bytes_per_block(config, settings.block_size, dtype)
+    # What cannot fit even without the weights is refused before they are loaded.
+    num_kv_blocks(settings, max_model_len, bytes_per_block, available_memory())
     log.info("loading", model=files.name, dtype=dtype_name, num_threads=num_threads)
     started = time.monotonic()
     decoder = load_decoder(files.path, dtype_name, device.type, _log_progress)
     log.info("loaded", seconds=round(time.monotonic() - started, 2))
 
-    bytes_per_block = KVCache.bytes_per_block(config, settings.block_size, dtype)
     num_blocks = num_kv_blocks(settings, max_model_len, bytes_per_block, available_memory())
     kv_cache = KVCache(config, num_blocks, settings.block_size, dtype, device)
     log.info("KV memory", num_blocks=num_blocks, mebibytes=round(num_blocks * bytes_per_block / 2**20))

@@ -124,7 +124,12 @@ def test_explicit_sizes_win() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [ExecutorSettings(num_blocks=7), ExecutorSettings(kv_cache_bytes=7000), ExecutorSettings()]
+    "settings",
+    [
+        ExecutorSettings(num_blocks=7),
+        ExecutorSettings(kv_cache_bytes=7000),
+        ExecutorSettings(kv_memory_fraction=0.5),
+    ],
 )
 def test_a_pool_below_one_sequence_is_refused(settings: ExecutorSettings) -> None:
     with pytest.raises(NotEnoughMemory, match=r"max_model_len 113 needs 8 KV blocks.*lower max_model_len \(to 112"):

@@ -169,6 +169,15 @@ def test_ties_at_the_edge_all_stay() -> None:
     assert set(draws(logits, SamplingParams(top_k=1), 200)) == {1, 3}
 
 
+@pytest.mark.parametrize("width", [4, 256, 700])
+def test_a_draw_never_lands_on_a_token_without_weight(width: int) -> None:
+    weights = torch.zeros(4, width)
+    weights[:, [width // 2, width - 2]] = 1.0
+    noise = np.array([0.0, 0.5, np.nextafter(0.5, 0), np.nextafter(1.0, 0)])
+    token_ids = sampler._inverse_cdf(weights, noise).tolist()
+    assert token_ids == ([2, 2, 2, 2] if width == 4 else [width // 2, width - 2, width // 2, width - 2])
+
+
 # --- cases ----------------------------------------------------------------------------------------
 
 
