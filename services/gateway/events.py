@@ -12,7 +12,7 @@ class StreamError(Exception):
     """A stream or call ends with this instead of its result; the message names the field."""
 
     def __init__(self, code: ErrorCode, message: str, *, field: str = "", retry_after_ms: int = 0) -> None:
-        if field and not message.startswith(field):
+        if field and not message.startswith(f"{field}:"):
             message = f"{field}: {message}"
         super().__init__(message)
         self.code = code

@@ -263,7 +263,7 @@ class GrpcFace:
         try:
             self.port = server.add_insecure_port(address)
         except RuntimeError as error:
-            raise BindError(f"grpc_address: cannot bind {address}: is another server running there?") from error
+            raise BindError(f"grpc_address: cannot bind {address}: {_why_not(address)}") from error
         self._server = server
 
     async def start(self) -> None:
@@ -282,6 +282,21 @@ class GrpcFace:
     async def stop(self, grace: float) -> None:
         if self._server is not None:
             await self._server.stop(grace)
+
+
+def _why_not(address: str) -> str:
+    """gRPC does not say why it cannot bind; the system does when asked again."""
+    host, _, port = address.rpartition(":")
+    try:
+        for family, kind, protocol, _, target in socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(target)
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return "it is no address for a server"
 
 
 def _refuse_live_socket(address: str) -> None:

@@ -53,3 +53,13 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_
     max_stop_bytes: Annotated[int, Meta(description="the longest stop string, in bytes", ge=1)] = 1024
     max_stop_token_ids: Annotated[int, Meta(description="the most stop_token_ids", ge=0)] = 128
     max_logit_bias: Annotated[int, Meta(description="the most entries in logit_bias", ge=0)] = 1024
+
+    def __post_init__(self) -> None:
+        if self.grpc_address.startswith("unix:"):
+            return
+        host, _, port = self.grpc_address.rpartition(":")
+        # gRPC itself would take port 99999 as 34463.
+        if not host or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+            raise ValueError(
+                f"--grpc-address must be host:port, [v6 address]:port or unix:path, got {self.grpc_address!r}"
+            )

@@ -112,6 +112,23 @@ async def test_cancel_ends_the_work_at_once():
 
 
 @in_loop
+async def test_requests_that_are_cancelled_at_once_leave_nothing():
+    async with gateway() as (address, table, peer), grpc.aio.insecure_channel(address) as channel:
+        peer.silent = True
+        stub = InferenceServiceStub(channel)
+        for i in range(200):
+            call = stub.Generate(text_request())
+            if i % 2:
+                await anext(aiter(call))
+            call.cancel()
+        await until(lambda: table.num_open_streams == 0 and len(peer.all(m.Abort)) == len(peer.all(m.Submit)))
+        assert len(peer.all(m.Submit)) >= 100 and table.num_retained_streams == 0
+        peer.silent = False
+        events = [event async for event in stub.Generate(text_request())]
+        assert events[-1].WhichOneof("event") == "completion"
+
+
+@in_loop
 async def test_a_deadline_ends_the_work():
     async with gateway() as (address, table, peer), grpc.aio.insecure_channel(address) as channel:
         peer.silent = True
@@ -339,6 +356,26 @@ async def test_a_client_that_does_not_read_is_cut_off():
         assert error.code() == Code.RESOURCE_EXHAUSTED and "max_unread_bytes" in error.details()
 
 
+@in_loop
+async def test_a_client_that_stops_reading_is_cut_off_while_a_write_waits_for_it():
+    words = ["x" * 10_000] * 400
+    async with (
+        gateway(words=words, max_unread_bytes=200_000) as (address, table, peer),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        peer.silent = True
+        stream = aiter(InferenceServiceStub(channel).Generate(text_request()))
+        await anext(stream)
+        submit = peer.last(m.Submit)
+        for i in range(len(words)):
+            item = m.Delta(submit.request_id, submit.attempt, 0, i, [i], words[i], 10_000 * (i + 1))
+            table.on_message(peer, m.Deltas([item]))
+            await asyncio.sleep(0)
+        assert peer.all(m.Abort) and table.num_open_streams == 0
+        error = await refused(stream)
+        assert error.code() == Code.RESOURCE_EXHAUSTED and "max_unread_bytes" in error.details()
+
+
 # --- the rest of the API --------------------------------------------------------------------------
 
 
@@ -421,9 +458,17 @@ def _generate_by_reflection(address):
 @in_loop
 async def test_a_second_server_on_the_port_fails_at_once():
     async with gateway() as (address, _, _):
-        with pytest.raises(BindError, match=f"cannot bind {address}"):
+        with pytest.raises(BindError, match=f"cannot bind {address}: address already in use"):
             async with gateway(address):
                 pass
+
+
+@pytest.mark.parametrize("address", ["no.such.host.invalid:50051", "192.0.2.1:50051"])
+@in_loop
+async def test_an_address_that_is_not_ours_is_named(address):
+    with pytest.raises(BindError, match=f"grpc_address: cannot bind {address}: ."):
+        async with gateway(address):
+            pass
 
 
 @in_loop

@@ -4,14 +4,28 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import grpc
+import msgspec
 import pytest
 from support.gateway_fakes import MODEL
 
+from quartet.services.gateway.settings import GatewaySettings
 from quartet.shared.client import Client, InferenceError
-from quartet.shared.messages import Accepted, Delta, Deltas, FinishReason, Role, Submit
+from quartet.shared.messages import (
+    Accepted,
+    Attach,
+    Attached,
+    ChoicePast,
+    Delta,
+    Deltas,
+    FinishReason,
+    Role,
+    Submit,
+    TokensPrompt,
+)
 from quartet.shared.transport import Identity, Status, ThreadDialer, ipc_address
 
 
@@ -20,6 +34,7 @@ class Tokenizer:
 
     def __init__(self, run_dir):
         self.submits = []
+        self.attached = threading.Event()
         identity = Identity(Role.TOKENIZER, "t", model=MODEL, tokenizer_fingerprint="tok")
         self.dialer = ThreadDialer(ipc_address(run_dir, "gateway"), identity, self, lambda: Status(0, 0, True))
         self.dialer.start()
@@ -32,7 +47,16 @@ class Tokenizer:
         if isinstance(message, Submit):
             self.submits.append(message)
             peer.send(Accepted(message.request_id, message.attempt, [1]))
-            peer.send(Deltas([Delta(message.request_id, message.attempt, 0, 0, [7], "a", 1)]))
+            if not message.choices[0].output_token_ids:
+                peer.send(Deltas([Delta(message.request_id, message.attempt, 0, 0, [7], "a", 1)]))
+        elif isinstance(message, Attach):
+            submit = self.submits.pop()
+            submit = msgspec.structs.replace(
+                submit, attempt=message.attempt, prompt=TokensPrompt([1]), choices=[ChoicePast(0, [7], 1)]
+            )
+            self.submits.append(submit)
+            peer.send(Attached(message.request_id, message.attempt, submit))
+            self.attached.set()
 
     def finish(self):
         for submit in self.submits:
@@ -136,7 +160,39 @@ def test_a_second_gateway_on_the_address_says_so(running, tmp_path, address):
         assert client.generate("x").request_id == ""
 
 
+def test_a_client_outlives_a_gateway_that_is_killed(running, tmp_path, address):
+    process, tokenizer = running()
+    with Client(address) as client:
+        client.wait_ready(20)
+        generation, chunk = first_chunk(client)
+        process.kill()
+        process.wait(10)
+        second = start(tmp_path, address)
+        try:
+            rest = []
+            reader = threading.Thread(target=lambda: rest.append(generation.text()))
+            reader.start()
+            assert tokenizer.attached.wait(20)
+            tokenizer.finish()
+            reader.join(20)
+            assert chunk.text + rest[0] == "ab" and generation.usage.completion_tokens == 2
+        finally:
+            second.kill()
+            second.communicate()
+
+
 def test_wrong_settings_are_named(tmp_path):
     process = start(tmp_path, "127.0.0.1:0", "--max-n", "0")
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 2 and "max-n" in errors
+
+
+@pytest.mark.parametrize("bad", ["127.0.0.1:99999", "localhost", "::1:50051", ":50051", "127.0.0.1:x"])
+def test_addresses_that_are_none(bad):
+    with pytest.raises(ValueError, match="grpc-address"):
+        GatewaySettings(grpc_address=bad)
+
+
+@pytest.mark.parametrize("good", ["127.0.0.1:0", "[::]:50051", "host.name:1", "unix:/a/b"])
+def test_addresses(good):
+    assert GatewaySettings(grpc_address=good).grpc_address == good
