@@ -85,8 +85,8 @@ class SignalInbox:
         os.close(self._read)
         os.close(self._write)
 
-    def wait(self, timeout: float | None) -> int:
-        """Number of stop signals that came; returns early on any signal."""
+    def wait(self, timeout: float | None) -> bool:
+        """Whether a stop signal came; returns early on any signal."""
         if not select.select([self._read], [], [], timeout)[0]:
-            return 0
-        return sum(number in self.STOP for number in os.read(self._read, 4096))
+            return False
+        return any(number in self.STOP for number in os.read(self._read, 4096))

@@ -60,7 +60,7 @@ class ServeSettings(CommonSettings, frozen=True, kw_only=True):
     ] = 60.0
     stop_timeout: Annotated[
         float, msgspec.Meta(description="seconds that the other services may take to leave", gt=0)
-    ] = 10.0
+    ] = 5.0
 
 
 class ServeArguments(NamedTuple):
@@ -172,7 +172,7 @@ class Serve:
         loading = self._supervisor.phase is Phase.STARTING or not self._ready
         if loading and self._supervisor.phase in (Phase.STARTING, Phase.RUNNING):
             timeout = POLL_WHILE_LOADING if timeout is None else min(timeout, POLL_WHILE_LOADING)
-        for _ in range(self._inbox.wait(timeout)):
+        if self._inbox.wait(timeout):
             log.info("stopping", hint="a second signal forces")
             if self._demo:
                 self._demo.kill()
@@ -229,8 +229,8 @@ class Serve:
 
     def _start_demo(self) -> None:
         print(f"\n> {DEMO_PROMPT}", flush=True)
-        python = [sys.executable, "-m", "quartet.services.cli", "generate"]
-        self._demo = Process([*python, "--address", self._address, "--max-tokens", "96", "--stats", DEMO_PROMPT])
+        command = [sys.executable, "-m", "quartet.services.cli", "generate", "--address", self._address]
+        self._demo = Process([*command, "--temperature", "0", "--max-tokens", "96", "--stats", DEMO_PROMPT])
 
     def _tell_how_to_connect(self) -> None:
         at = "" if self._address == DEFAULT_ADDRESS else f" --address {self._address}"

@@ -21,6 +21,8 @@ MAX_DELAY = 10.0
 HEALTHY_AFTER = 60.0
 # A gateway that leaves by itself this early could not bind; later it is a crash like any other.
 GATEWAY_BIND_TIME = 15.0
+# One stop often arrives twice: to the process and to its group (timeout, make, some init programs).
+SAME_SIGNAL = 0.5
 EXIT_SETTINGS_ERROR = 2
 
 
@@ -65,14 +67,14 @@ class Supervisor:
     `exit_code` and `message` then say how it ended."""
 
     def __init__(
-        self, clock: Callable[[], float], drain_timeout: float = 60.0, stop_timeout: float = 10.0, fetch: bool = True
+        self, clock: Callable[[], float], drain_timeout: float = 60.0, stop_timeout: float = 5.0, fetch: bool = True
     ) -> None:
         self._clock = clock
         self._drain_timeout = drain_timeout
         self._stop_timeout = stop_timeout
         self._children = {name: _Child() for name in (*SERVICES, *((FETCH,) if fetch else ()))}
         self._fetched = not fetch
-        self._signals = 0
+        self._signalled_at: float | None = None
         self._deadline: float | None = None
         self._actions: list[Action] = []
         self.phase = Phase.STARTING
@@ -135,11 +137,12 @@ class Supervisor:
         return delay
 
     def on_signal(self) -> None:
-        """The first one drains, the second one kills."""
-        self._signals += 1
-        if self.phase is Phase.DONE:
+        """The first one drains, a later one kills."""
+        now = self._clock()
+        if self.phase is Phase.DONE or (self._signalled_at is not None and now - self._signalled_at < SAME_SIGNAL):
             return
-        if self._signals > 1:
+        again, self._signalled_at = self._signalled_at is not None, now
+        if again:
             self.exit_code = self.exit_code or 1
             self.message = self.message or "forced by a second signal"
             self.phase = Phase.STOPPING

@@ -136,6 +136,7 @@ def test_a_second_signal_forces(running: Running) -> None:
     for output in running.process.stdout:
         if "stopping" in output:
             break
+    time.sleep(0.6)  # sooner, it would count as the same signal
     running.process.send_signal(signal.SIGINT)
     running.process.communicate(timeout=20)
     assert running.process.returncode == 1

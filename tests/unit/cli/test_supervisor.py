@@ -149,11 +149,20 @@ def test_a_signal_while_loading_stops_at_once(clock: Clock) -> None:
     assert sorted(supervisor.poll()) == [Action("terminate", FETCH), Action("terminate", GATEWAY)]
 
 
-def test_a_second_signal_kills_everything(running: Supervisor) -> None:
+def test_a_second_signal_kills_everything(clock: Clock, running: Supervisor) -> None:
     running.on_signal()
     running.poll()
+    clock.now += 0.6
     running.on_signal()
     assert {action.name for action in running.poll() if action.kind == "kill"} == {GATEWAY, *BEHIND_GATEWAY}
+
+
+def test_one_stop_that_arrives_twice_counts_once(clock: Clock, running: Supervisor) -> None:
+    running.on_signal()
+    clock.now += 0.01
+    running.on_signal()
+    assert running.poll() == [Action("terminate", GATEWAY)]
+    assert running.phase is Phase.DRAINING
 
 
 events = st.lists(
@@ -196,6 +205,7 @@ def test_whatever_happens_children_are_started_once_and_all_leave(script: list[t
             bound = True
         elif event == "signal":
             supervisor.on_signal()
+    clock.now += 1
     supervisor.on_signal()
     for _ in range(6):  # children that ignore SIGTERM are killed when their time is over
         step()
