@@ -18,7 +18,7 @@ from quartet.services.executor.forward_batch import ForwardBatch
 from quartet.services.executor.kv_cache import KVCache
 
 # Bounds what a batch of gathered decode rows takes: bytes of K (and as many of V).
-_MAX_GATHERED_BYTES = 16 << 20
+_MAX_GATHERED_BYTES = 4 << 20
 # Queries per mask: a long chunk's early queries need not look at (masked) late keys.
 _QUERY_TILE = 256
 

@@ -52,20 +52,21 @@ class DecoderLayer:
         def parameter(name: str) -> torch.Tensor:
             return load(f"model.layers.{index}.{name}")
 
-        def fused(names: tuple[str, ...], has_bias: bool) -> Linear:
-            weight = torch.cat([parameter(f"{name}.weight") for name in names])
-            bias = torch.cat([parameter(f"{name}.bias") for name in names]) if has_bias else None
-            return Linear(weight, bias)
+        def linear(has_bias: bool, *names: str) -> Linear:
+            return Linear(
+                _fuse([parameter(f"{name}.weight") for name in names]),
+                _fuse([parameter(f"{name}.bias") for name in names]) if has_bias else None,
+            )
 
         self._config = config
         self._index = index
         self._window = config.layer_windows[index]
         self._input_norm = parameter("input_layernorm.weight")
-        self._qkv = fused(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias)
-        self._o = fused(("self_attn.o_proj",), config.o_bias)
+        self._qkv = linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self._o = linear(config.o_bias, "self_attn.o_proj")
         self._post_attention_norm = parameter("post_attention_layernorm.weight")
-        self._gate_up = fused(("mlp.gate_proj", "mlp.up_proj"), config.mlp_bias)
-        self._down = fused(("mlp.down_proj",), config.mlp_bias)
+        self._gate_up = linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj")
+        self._down = linear(config.mlp_bias, "mlp.down_proj")
         self._qk_norm: torch.Tensor | None = None
         if config.qk_norm:
             # One product for query and key heads: [num_heads + num_kv_heads, head_size].
@@ -102,6 +103,10 @@ class DecoderLayer:
 
         gate, up = self._gate_up(rms_norm(hidden, self._post_attention_norm, eps)).chunk(2, -1)
         return hidden.add_(self._down(F.silu(gate).mul_(up)))
+
+
+def _fuse(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

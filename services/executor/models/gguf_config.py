@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from quartet.services.executor.models.config import ModelConfig, ModelError
@@ -20,16 +20,16 @@ _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwe
 
 
 def config_from_gguf(
-    get: Callable[[str], Any],
+    metadata: Mapping[str, Any],
     tensor_shapes: Mapping[str, tuple[int, ...]],
     rope_factors: tuple[float, ...] | None,
 ) -> ModelConfig:
-    """`get` gives a metadata value or None; tensor_shapes is by GGUF name, rows first; rope_factors
-    is the file's `rope_freqs.weight`. Raises ModelError naming the key that stands in the way."""
-    arch = get("general.architecture")
+    """tensor_shapes is by GGUF name, rows first; rope_factors is the file's `rope_freqs.weight`. Raises
+    ModelError naming the key that stands in the way."""
+    arch = metadata.get("general.architecture")
     if arch not in _ARCHITECTURES:
         raise ModelError(f"general.architecture {arch!r} is not supported (known: {', '.join(_ARCHITECTURES)})")
-    meta = _Metadata(get, str(arch))
+    meta = _Metadata(metadata, str(arch))
     if meta.optional("expert_count"):
         raise ModelError(f"{arch}.expert_count {meta.optional('expert_count')}: mixtures of experts are not supported")
     if "token_embd.weight" not in tensor_shapes:
@@ -67,12 +67,12 @@ def config_from_gguf(
 class _Metadata:
     """Typed access to the keys under the architecture's prefix."""
 
-    def __init__(self, get: Callable[[str], Any], arch: str) -> None:
-        self._get = get
+    def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:
+        self._metadata = metadata
         self._arch = arch
 
     def optional(self, key: str) -> Any:
-        value = self._get(f"{self._arch}.{key}")
+        value = self._metadata.get(f"{self._arch}.{key}")
         if isinstance(value, list):
             if len(set(value)) != 1:
                 raise ModelError(f"{self._arch}.{key} differs from layer to layer, which is not supported")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import gguf
 import torch
 
 from quartet.services.executor.models.config import ModelConfig, ModelError
 from quartet.services.executor.models.gguf_config import config_from_gguf
+from quartet.services.executor.weights.gguf_header import GGUFHeader, GGUFTensor
 
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -39,24 +39,19 @@ class GGUFFile:
     """A WeightSource. Raises ModelError naming the key or tensor that is missing or of no use."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            self._reader = gguf.GGUFReader(path)
-        except (OSError, ValueError, IndexError, KeyError) as error:
-            raise ModelError(f"{path}: not a readable GGUF file ({error})") from error
-        if (self._metadata("split.count") or 1) > 1:
+        header = GGUFHeader(path)
+        if header.metadata.get("split.count", 1) != 1:
             raise ModelError(f"{path}: one of several split files: merge them first")
-        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        tensors = dict(header.tensors)
         rope_factors = tensors.pop(_ROPE_FACTORS, None)
-        # GGUF counts dimensions from the fastest; torch from the slowest.
-        shapes = {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in tensors.items()}
         self.config: ModelConfig = config_from_gguf(
-            self._metadata,
-            shapes,
-            None if rope_factors is None else tuple(float(factor) for factor in rope_factors.data),
+            header.metadata,
+            {name: tensor.shape for name, tensor in tensors.items()},
+            None if rope_factors is None else tuple(_dequantize(rope_factors).tolist()),
         )
         self._tensors = {_hf_name(name): tensor for name, tensor in tensors.items()}
-        self._shapes = {_hf_name(name): shape for name, shape in shapes.items()}
-        self._permuted = self._metadata("general.architecture") == "llama"
+        self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self._permuted = header.metadata["general.architecture"] == "llama"
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -67,25 +62,26 @@ class GGUFFile:
         return torch.bfloat16
 
     def display_name(self, name: str) -> str:
-        return str(self._tensors[name].name) if name in self._tensors else _gguf_name(name)
+        return self._tensors[name].name if name in self._tensors else _gguf_name(name)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        source = self._tensors[name]
-        try:
-            array = gguf.quants.dequantize(source.data, source.tensor_type)
-        except NotImplementedError as error:
-            raise ModelError(f"tensor {source.name}: {source.tensor_type.name} is not supported") from error
-        # `array` may be a read-only view of the mapped file; the copy is made by the conversion.
-        tensor = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.float32).view(self._shapes[name]).to(dtype)
+        tensor = _dequantize(self._tensors[name]).to(dtype)
         if self._permuted and ".self_attn.q_proj." in name:
             return _split_halves(tensor, self.config.num_heads)
         if self._permuted and ".self_attn.k_proj." in name:
             return _split_halves(tensor, self.config.num_kv_heads)
         return tensor
 
-    def _metadata(self, key: str) -> Any:
-        field = self._reader.fields.get(key)
-        return None if field is None else field.contents()
+
+def _dequantize(tensor: GGUFTensor) -> torch.Tensor:
+    """float32, in memory of its own."""
+    try:
+        array = gguf.quants.dequantize(tensor.data, tensor.quantization)
+    except NotImplementedError as error:
+        raise ModelError(f"tensor {tensor.name}: {tensor.quantization.name} is not supported") from error
+    if not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array)
 
 
 def _split_halves(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:
