@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import uvloop
@@ -19,6 +20,8 @@ def main(argv: list[str] | None = None) -> int:
         argv=sys.argv[1:] if argv is None else argv,
         description="Takes requests over gRPC and streams their answers.",
     )
+    # gRPC's core writes lines of its own format to stderr, which is our log.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     configure_logging("gateway", settings.log_level, settings.log_format, settings.name)
     return uvloop.run(serve(settings))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from quartet.services.gateway.choice import Choice, Position
-from quartet.services.gateway.events import Chunk, Completed, Event, PromptChunk, Started
+from quartet.services.gateway.events import Chunk, Completed, Event, PromptChunk, Started, StreamError
 from quartet.services.gateway.stream import Stream
 from quartet.shared.messages import (
     ChatMessage,
@@ -35,6 +35,14 @@ CONTENT_SEPARATOR = "\n"
 MAX_LABEL_BYTES = 1024
 SEED_BITS = 63
 
+# What the services behind call the fields that this API names otherwise.
+_PUBLIC_FIELDS = {
+    "prompt": "text",
+    "prompt_token_ids": "token_ids",
+    "messages": "chat.messages",
+    "continue_final_message": "chat.continue_final_message",
+    "template_kwargs": "chat.template_kwargs",
+}
 _TEXT_FIELDS = frozenset(TextParams.__struct_fields__)
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -274,6 +282,12 @@ def _logprobs(entry: TokenLogprobs) -> pb.TokenLogprobs:
             for token_id, logprob in entry.top
         ],
     )
+
+
+def status_message(error: StreamError) -> str:
+    """The error's message with its field as this API calls it."""
+    public = _PUBLIC_FIELDS.get(error.field)
+    return error.message if public is None else public + error.message.removeprefix(error.field)
 
 
 def model_info_from(model: ModelInfo, tokenizer_fingerprint: str) -> pb.GetModelInfoResponse:

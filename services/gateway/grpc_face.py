@@ -198,7 +198,7 @@ async def _abort(context: Context, error: InvalidField | StreamError) -> NoRetur
     if isinstance(error, InvalidField):
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
     metadata = ((RETRY_AFTER, str(error.retry_after_ms)),) if error.retry_after_ms else ()
-    await context.abort(_STATUS[int(error.code)], error.message, metadata)
+    await context.abort(_STATUS[int(error.code)], convert.status_message(error), metadata)
 
 
 class _ErrorLog(grpc.aio.ServerInterceptor):
