@@ -7,7 +7,6 @@ import sys
 
 import uvloop
 
-from quartet.services.gateway.service import serve
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.shared.config import load_settings
 from quartet.shared.log import configure_logging
@@ -20,9 +19,11 @@ def main(argv: list[str] | None = None) -> int:
         argv=sys.argv[1:] if argv is None else argv,
         description="Takes requests over gRPC and streams their answers.",
     )
-    # gRPC's core writes lines of its own format to stderr, which is our log.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     configure_logging("gateway", settings.log_level, settings.log_format, settings.name)
+    # gRPC's core writes lines of its own format to stderr, which is our log. It looks when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from quartet.services.gateway.service import serve
+
     return uvloop.run(serve(settings))
 
 

@@ -1,7 +1,9 @@
 """The gateway as a process: addresses, signals, exit codes."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -179,6 +181,18 @@ def test_a_client_outlives_a_gateway_that_is_killed(running, tmp_path, address):
         finally:
             second.kill()
             second.communicate()
+
+
+def test_a_taken_port_is_one_line_in_the_log(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        process = start(tmp_path, f"127.0.0.1:{other.getsockname()[1]}", "--log-format", "json")
+        _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1
+    (line,) = errors.splitlines()
+    assert json.loads(line)["event"].endswith("address already in use")
+    assert not (tmp_path / "gateway.sock").exists()
 
 
 def test_wrong_settings_are_named(tmp_path):
