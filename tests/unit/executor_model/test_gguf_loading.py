@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from quartet.services.executor.models.config import ModelError
 from quartet.services.executor.models.rope import FrequencyFactors, LinearScaling, YarnScaling, inverse_frequencies
 from quartet.services.executor.weights import load_config, load_decoder
 from quartet.services.executor.weights.gguf_header import GGUFHeader
+from quartet.shared.model_files import cache_dir
 
-SMOLLM2 = Path(
-    os.environ.get("QUARTET_CACHE", Path.home() / ".cache" / "quartet"), "models", "SmolLM2-135M-Instruct.Q4_1.gguf"
-)
+SMOLLM2 = cache_dir() / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 ARCH = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 NAMES = {
     "model.embed_tokens": "token_embd",
