@@ -22,8 +22,9 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_size)
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        # Not zeroed: memory that no block has used yet costs nothing.
+        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
         self._key_slots = [keys.flatten(0, 1) for keys in self.keys]
         self._value_slots = [values.flatten(0, 1) for values in self.values]
 
