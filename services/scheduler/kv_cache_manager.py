@@ -23,10 +23,6 @@ class KVCacheManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def max_blocks(self, request: Request) -> int:
-        """Blocks it holds at its end; the last output is never computed."""
-        return self.blocks_for(max(len(request.token_ids), request.last_position))
-
     def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
         """The leading full blocks that are in KV memory. The last token is left to compute: something
         has to be sampled from. Stops at the first missing block."""

@@ -13,8 +13,6 @@ from quartet.services.scheduler.request import Request, RequestStatus
 from quartet.services.scheduler.state import SchedulerState
 from quartet.shared.messages import StepPlan
 
-# After so many preemptions a request is admitted only where none can happen to it again.
-MAX_PREEMPTIONS = 3
 # How far down the queue the reserved share looks for short prompts.
 SHORT_PROMPT_WINDOW = 256
 
@@ -135,8 +133,8 @@ class StepScheduler:
         return True
 
     def _unblock_oldest_prefill(self, plan: PlanBuilder) -> None:
-        """Two half-done prefills must not wait for each other's blocks: the older one takes them. When
-        it is the last of the running itself, it waits for the decodes before it."""
+        """Half-done prefills do not wait for each other: the oldest takes the blocks of younger ones.
+        When it is the last of the running itself, it waits for the decodes before it."""
         state = self._state
         if state.kv.num_free_blocks or not state.prefilling:
             return
@@ -241,18 +239,14 @@ class StepScheduler:
 
     def _fits(self, request: Request, hits: list[KVCacheBlock]) -> bool:
         """Whether its known tokens and what running prefills still need have blocks, with a margin so
-        that it is not preempted at once. With nothing running it fits: what never could was refused."""
+        that it is not preempted at once. The margin doubles with each preemption, which bounds their
+        number. With nothing running it fits: what never could was refused."""
         state, kv = self._state, self._state.kv
         if not state.running:
             return True
         spare = kv.num_free_blocks - kv.num_blocks_needed(request, hits)
         spare -= sum(kv.blocks_for(len(r.token_ids)) - len(r.blocks) for r in state.prefilling)
-        if request.num_preemptions < MAX_PREEMPTIONS:
-            return spare >= (1 + len(state.running) // 4) << request.num_preemptions
-        growth = kv.max_blocks(request) - kv.blocks_for(len(request.token_ids))
-        for running in state.running:
-            growth += kv.max_blocks(running) - max(len(running.blocks), kv.blocks_for(len(running.token_ids)))
-        return spare >= growth
+        return spare >= (1 + len(state.running) // 4) << request.num_preemptions
 
 
 def _policy_key(request: Request) -> tuple[object, ...]:

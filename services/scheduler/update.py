@@ -139,14 +139,12 @@ def _pass_prompt_logprobs(plan: PlanInFlight, items: list[RowPromptLogprobs], up
         if request is None or request.status >= RequestStatus.FINISHED or not request.wants_prompt_logprobs:
             continue
         group = request.group
-        # What is computed again after a preemption has been passed on already.
-        num_known = group.next_prompt_logprob - item.start
-        if num_known < 0 or num_known >= len(item.entries):
-            continue
-        entries = item.entries[num_known:]
-        start = group.next_prompt_logprob
-        group.prompt_logprobs.extend(entries)
-        update.prompt_logprobs.append((group, PromptLogprobs(group.request_id, group.attempt, start, entries)))
+        # Rows are told where to go on, so anything else is not to be believed.
+        if item.start == group.next_prompt_logprob:
+            group.prompt_logprobs.extend(item.entries)
+            update.prompt_logprobs.append(
+                (group, PromptLogprobs(group.request_id, group.attempt, item.start, item.entries))
+            )
 
 
 def _acquit(state: SchedulerState, plan: PlanInFlight) -> None:

@@ -521,6 +521,9 @@ class Sim:
     def check_finished(self, asked: Asked) -> None:
         assert asked.failed is None, asked.failed
         assert not asked.aborted and asked.done, asked
+        if asked.message.sampling.prompt_logprobs is not None:
+            entries = [entry and entry.token_id for entry in asked.prompt_logprobs]
+            assert entries == [None, *asked.message.prompt_token_ids[1:]]
         for index, ids in asked.outputs.items():
             expected, reason = continuation(asked.message, index, [], self.model)
             if index in asked.finish_at and asked.finish_at[index] < len(expected):
