@@ -170,8 +170,8 @@ def test_a_preempted_request_comes_back_first_and_not_forever(make_sim: MakeSim)
 def test_two_half_done_prefills_do_not_wait_for_each_other(make_sim: MakeSim, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever let both in, as suspects that run alone are."""
     monkeypatch.setattr(StepScheduler, "_fits", lambda *_: True)
-    sim = make_sim(model={"num_blocks": 16, "max_num_batched_tokens": 8}, short_prompt_share=0.5)
-    older, younger = sim.ask([6] * 40, max_tokens=1), sim.ask([5] * 36, max_tokens=1)
+    sim = make_sim(model={"num_blocks": 14, "max_num_batched_tokens": 8}, short_prompt_share=0.5)
+    older, younger = sim.ask([6] * 40, max_tokens=1), sim.ask([5] * 30, max_tokens=1)
     sim.run()
     sim.check_finished(older)
     sim.check_finished(younger)
