@@ -10,7 +10,7 @@
 
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: up install test test-full lint types format bench clean
@@ -68,5 +68,5 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what the tests and lints need"
-	@$(PIP_INSTALL) -e '.[dev]'
+	@$(PIP_INSTALL) -qq -e '.[dev]'
 	@touch $@
