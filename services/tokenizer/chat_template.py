@@ -7,6 +7,7 @@ model, so it is trusted no further than that: output, time and repetition are bo
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -53,6 +54,8 @@ class ChatTemplate:
         self._max_bytes = max_bytes
         self._clock = clock
         self._template = _environment().from_string(source) if source else None
+        # A role beyond the usual ones is good where the template asks for it by name.
+        self._roles = frozenset({*ROLES, *re.findall(r"[\"']([a-z_]{1,32})[\"']", source or "")})
 
     def render(self, prompt: ChatPrompt) -> str:
         """The prompt's text. Raises NoChatTemplate, or InvalidField with the template's own message."""
@@ -60,7 +63,7 @@ class ChatTemplate:
             raise NoChatTemplate(
                 "the model has no chat template: start the tokenizer with --chat-template (a file or the template)"
             )
-        messages = _messages(prompt)
+        messages = _messages(prompt, self._roles)
         deadline = self._clock() + MAX_RENDER_SECONDS
 
         def tick() -> str:
@@ -106,7 +109,7 @@ def read_template(setting: str) -> str | None:
         raise SettingsError(f"chat_template: cannot read {setting}: {error}") from error
 
 
-def _messages(prompt: ChatPrompt) -> list[dict[str, str]]:
+def _messages(prompt: ChatPrompt, roles: frozenset[str]) -> list[dict[str, str]]:
     if not prompt.messages:
         raise InvalidField("messages", "must not be empty")
     if prompt.continue_final_message and prompt.add_generation_prompt:
@@ -115,7 +118,7 @@ def _messages(prompt: ChatPrompt) -> list[dict[str, str]]:
         raise InvalidField("template_kwargs", f"{min(reserved)} has a field of its own")
     messages: list[dict[str, str]] = []
     for i, message in enumerate(prompt.messages):
-        if message.role not in ROLES:
+        if message.role not in roles:
             raise InvalidField("messages", f"message {i} has the role {message.role!r}; roles are {', '.join(ROLES)}")
         name = {"name": message.name} if message.name else {}
         messages.append({"role": message.role, "content": message.content, **name})

@@ -96,6 +96,8 @@ def test_bad_messages_are_refused_by_name() -> None:
     template = ChatTemplate(CHATML, SPECIAL)
     with pytest.raises(InvalidField, match=r"message 1 has the role 'robot'"):
         template.render(chat(("user", "a"), ("robot", "b")))
+    knowing = "{% for m in messages %}{% if m.role == 'robot' %}beep{% endif %}{% endfor %}"
+    assert ChatTemplate(knowing, {}).render(chat(("robot", "b"))) == "beep"
     with pytest.raises(InvalidField, match="messages: must not be empty"):
         template.render(chat())
 
