@@ -331,6 +331,7 @@ class DialerLink(Link):
             identity, handler, status, wire, clock, heartbeat_interval=heartbeat_interval, stall_after=stall_after
         )
         self._session = b""
+        self._told_model: ModelInfo | None = None
         self._greet_at: float | None = None
         self._greeting_since = 0.0
 
@@ -358,7 +359,11 @@ class DialerLink(Link):
                 self._wait_refused(reason)
             elif peer is None and self._greet_at is not None:
                 self._greet_at = None
-                self._up(Peer(self, b"", session, message, self._clock()))
+                peer = Peer(self, b"", session, message, self._clock())
+                if self._told_model != self.identity.model:
+                    # The first Hello counts, and the model has changed since it was sent.
+                    self.send(peer, ModelChanged(self.identity.model))
+                self._up(peer)
         elif isinstance(message, Refused):
             self._wait_refused(message.reason)
         elif isinstance(message, Reset):
@@ -391,6 +396,7 @@ class DialerLink(Link):
     def _open(self, reason: str) -> None:
         self._close(reason)
         self._session = secrets.token_bytes(SESSION_BYTES)
+        self._told_model = self.identity.model
         self._greeting_since = self._clock()
         self._greet(self._greeting_since)
         self._wire.wake()
@@ -413,4 +419,5 @@ class DialerLink(Link):
         _log.warning("refused by peer", reason=reason)
         self._close("refused")
         self._session = secrets.token_bytes(SESSION_BYTES)
+        self._told_model = None
         self._greeting_since = self._greet_at = self._clock() + REFUSED_RETRY

@@ -254,7 +254,7 @@ class Attach(Message, tag=17):
 class Attached(Message, tag=18):
     """Tokenizer -> gateway: the request lives here. `submit` could be submitted again as it is:
     its prompt is TokensPrompt and its choices' pasts are cut to what the client has. Deltas from
-    next_index follow. `finished` tells the final of choices that the client had fully received."""
+    next_index follow, for a choice that has finished at least the last one."""
 
     request_id: int
     attempt: int

@@ -174,6 +174,7 @@ class _LoopLink:
             self._socket.close()
         if self._monitor is not None:
             self._monitor.close()
+        self._socket = self._monitor = None
 
     def wake(self) -> None:
         if self._loop is not None and not self._woken:
@@ -200,7 +201,7 @@ class _LoopLink:
 
     def _tick(self) -> None:
         assert self._loop is not None
-        if self._socket is None or self._socket._closed:
+        if self._socket is None:
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -278,7 +279,7 @@ class Binder(_LoopLink):
                 self._loop.call_later(delay, self._probe)
 
     def _probe(self) -> None:
-        if self._socket is not None and not self._socket._closed:
+        if self._socket is not None:
             self.link.probe()
 
 

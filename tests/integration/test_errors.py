@@ -30,7 +30,7 @@ def test_no_prompt_at_all_is_refused(client):
 @pytest.mark.parametrize("token_id", [49152, 2**31, 2**32 - 1])
 def test_f3_an_id_outside_the_vocabulary_is_named(client, token_id):
     message = client.refused([1, token_id], max_tokens=1)
-    assert str(token_id) in message and "49152" in message
+    assert str(token_id) in message and "vocabulary" in message
 
 
 def test_f6_a_prompt_that_cannot_fit_tells_both_counts(client):

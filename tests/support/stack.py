@@ -34,6 +34,8 @@ class Stack:
             self.environ["QUARTET_CACHE_DIR"] = os.environ["QUARTET_CACHE_DIR"]
         self.environ |= {"QUARTET_RUN_DIR": str(self.run_dir), "QUARTET_LOG_FORMAT": "console"}
         self.environ["QUARTET_GATEWAY_GRPC_ADDRESS"] = self.address
+        # One thread never waits for another that a busy machine has put aside.
+        self.environ["QUARTET_EXECUTOR_NUM_THREADS"] = "1"
         for key, value in settings.items():
             self.environ[f"QUARTET_{key.upper()}"] = str(value)
 

@@ -7,7 +7,7 @@ import pytest
 from quartet.shared import link as link_module
 from quartet.shared import messages
 from quartet.shared.link import BinderLink, DialerLink, Identity, Status
-from quartet.shared.messages import GetLoads, Hello, Reset, Role
+from quartet.shared.messages import GetLoads, Hello, ModelInfo, Reset, Role
 
 
 class Recorder:
@@ -257,6 +257,16 @@ def test_frames_that_do_not_decode_are_counted_and_dropped():
         world.binder.on_frame(b"t", session, payload)
     assert world.binder.frames_dropped == 7
     assert world.binder.peers[b"t"].alive
+
+
+def test_a_model_that_changes_during_the_greeting_is_told():
+    world = World()
+    model = ModelInfo("m", "f", 1, 1, 1, 1, 1, 1, "float32", "cpu")
+    world.dialer.on_connected()
+    world.dialer.identity.model = model
+    world.dialer.announce_model()  # there is no peer yet
+    world.run()
+    assert world.binder.peers[b"t"].model == model
 
 
 def test_a_field_that_a_newer_sender_appends_is_ignored():

@@ -1,0 +1,173 @@
+"""`make bench`: what the scheduler costs, how fast the whole line streams, what it uses at rest.
+
+Prints one JSON object. The line is the four real processes on SmolLM2-135M, with the client's load on
+the same cores. `bound` is what the machine's measured memory and arithmetic rates allow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.client_load import Load, run_load
+
+ROLES = ("gateway", "tokenizer", "scheduler", "executor")
+# SmolLM2-135M: what one token multiplies with, the tied embedding as head included.
+PARAMETERS = 134_515_008
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(dtype: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes], float]]:
+    """(address, the supervisor's process, seconds from its start until ready)"""
+    address = f"127.0.0.1:{free_port()}"
+    flags = ["--gateway-grpc-address", address, "--executor-dtype", dtype, "--executor-max-model-len", "2048"]
+    flags += ["--executor-num-blocks", "2048"]
+    begin = time.perf_counter()
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "quartet.services.cli", "serve", *flags], stdout=out, stderr=out
+        )
+    try:
+        from quartet.shared.client import Client
+
+        with Client(address) as client:
+            client.wait_ready(120)
+        yield address, process, time.perf_counter() - begin
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def children(pid: int) -> dict[str, int]:
+    """The services' process ids by role."""
+    found = {}
+    for entry in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        command = Path(f"/proc/{entry}/cmdline").read_bytes().decode().split("\0")
+        for role in ROLES:
+            if f"quartet.services.{role}" in command:
+                found[role] = int(entry)
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def idle_cpu(pids: dict[str, int], seconds: float) -> dict[str, float]:
+    """Percent of a core that each process uses with nothing to do."""
+    before = {role: cpu_seconds(pid) for role, pid in pids.items()}
+    time.sleep(seconds)
+    used = {role: 100 * (cpu_seconds(pid) - before[role]) / seconds for role, pid in pids.items()}
+    return {role: round(percent, 2) for role, percent in used.items()} | {"together": round(sum(used.values()), 2)}
+
+
+def scheduler_figures() -> dict[str, Any]:
+    """In a process of its own: torch in the same one would be measured too."""
+    output = subprocess.run([sys.executable, "-m", "bench.scheduler"], check=True, capture_output=True).stdout
+    figures: dict[str, Any] = json.loads(output)
+    return figures
+
+
+def line_figures(dtype: str, rounds: int, idle_seconds: float, log: Path) -> dict[str, Any]:
+    with serving(dtype, log) as (address, process, ready_seconds):
+        pids = children(process.pid)
+        one, many = [], []
+        for seed in range(rounds):
+            one.append(asyncio.run(run_load(Load(address, 1, prompt_tokens=16, output_tokens=128, seed=seed))))
+            many.append(asyncio.run(run_load(Load(address, 32, seed=100 + seed))))
+        short = asyncio.run(run_load(Load(address, 1, num_requests=8, prompt_tokens=128, output_tokens=2, seed=7)))
+        return {
+            "ready_seconds": round(ready_seconds, 2),
+            "one_stream": {
+                "tokens_per_second": spread([1 / r["time_per_output_token"]["mean"] for r in one]),
+                "load": "16 in, 128 out",
+            },
+            "streams_32": {
+                "output_tokens_per_second": spread([r["output_tokens_per_second"] for r in many]),
+                "time_to_first_token_mean": spread([r["time_to_first_token"]["mean"] for r in many]),
+                "load": "128 in, 128 out, all at once",
+            },
+            "time_to_first_token_idle_128": short["time_to_first_token"]["p50"],
+            "resident_megabytes": {role: round(resident_bytes(pid) / 2**20) for role, pid in pids.items()},
+            "idle_cpu_percent": idle_cpu(pids, idle_seconds),
+        }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {
+        "median": round(statistics.median(values), 3),
+        "min": round(min(values), 3),
+        "max": round(max(values), 3),
+        "runs": len(values),
+    }
+
+
+def bounds(dtype: str) -> dict[str, float]:
+    """One stream reads all weights for each token; 32 streams of 128 in and 128 out multiply with them 256 times
+    for 128 tokens out (the head only for the 128)."""
+    import torch
+
+    from bench.bounds import matrix_rate, read_rate
+
+    kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
+    read, rate = read_rate(), matrix_rate(kind)
+    head = 49152 * 576
+    operations = 2 * (2 * (PARAMETERS - head) + head)
+    return {
+        "memory_gigabytes_per_second": round(read / 1e9, 1),
+        "matrix_gigaops_per_second": round(rate / 1e9, 1),
+        "one_stream_tokens_per_second": round(read / (PARAMETERS * kind.itemsize), 1),
+        "streams_32_tokens_per_second": round(rate / operations, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each load (default 3)")
+    parser.add_argument("--idle-seconds", type=float, default=10.0)
+    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="where the services' logs go")
+    arguments = parser.parse_args()
+    line = line_figures(arguments.dtype, arguments.rounds, arguments.idle_seconds, arguments.log)
+    bound = bounds(arguments.dtype)
+    line["one_stream"]["share_of_bound"] = round(
+        line["one_stream"]["tokens_per_second"]["median"] / bound["one_stream_tokens_per_second"], 3
+    )
+    line["streams_32"]["share_of_bound"] = round(
+        line["streams_32"]["output_tokens_per_second"]["median"] / bound["streams_32_tokens_per_second"], 3
+    )
+    result = {
+        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "dtype": arguments.dtype,
+        "scheduler": scheduler_figures(),
+        "line": line,
+        "bound": bound,
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
