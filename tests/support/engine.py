@@ -26,6 +26,7 @@ from quartet.shared.messages import (
     ModelInfo,
     NewRequest,
     Outputs,
+    PromptLogprobs,
     StepResult,
 )
 from quartet.shared.sampling_params import SamplingParams
@@ -61,6 +62,7 @@ class Engine:
         self.cached: dict[tuple[int, int], int] = {}
         self.finished: dict[tuple[int, int], FinishReason] = {}
         self.failed: dict[int, str] = {}
+        self.prompt_logprobs: dict[int, list[messages.TokenLogprobs | None]] = {}
         self.loads: Loads | None = None
         self._plans: deque[messages.Message] = deque()
         self._next_id = 1
@@ -111,6 +113,10 @@ class Engine:
                     self.cached[key] = output.num_cached_tokens
                     if output.finish_reason is not None:
                         self.finished[key] = output.finish_reason
+            elif isinstance(message, PromptLogprobs):
+                entries = self.prompt_logprobs.setdefault(message.request_id, [])
+                assert message.start == len(entries)
+                entries += message.entries
             elif isinstance(message, Failed):
                 self.failed[message.request_id] = message.message
             elif isinstance(message, Loads):

@@ -1,0 +1,35 @@
+"""bf16 costs less than 1 % of perplexity against transformers in fp32, on a fixed text and the real model."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support import oracle
+from support.engine import Engine
+
+from quartet.services.tokenizer.loaders import load_tokenizer
+from quartet.shared.model_files import resolve_model
+
+TEXT = (Path(__file__).parents[2] / "data" / "alice.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def path():
+    torch.set_num_threads(2)
+    return resolve_model("smollm2-135m-instruct").path
+
+
+def test_bf16_keeps_the_perplexity(path):
+    ids = load_tokenizer(path).tokenizer.encode(TEXT, add_special_tokens=False).ids
+    assert len(ids) > 600
+    engine = Engine(path, dtype="bfloat16", num_blocks=80)
+    request_id = engine.add(ids, 0, prompt_logprobs=0)
+    engine.run()
+    entries = engine.prompt_logprobs[request_id]
+    assert len(entries) == len(ids) and entries[0] is None
+    ours = -sum(entry.logprob for entry in entries[1:]) / (len(ids) - 1)
+    logprobs = torch.log_softmax(oracle.logits(oracle.smollm2(path), ids)[:-1], dim=-1)
+    reference = -float(logprobs.gather(1, torch.tensor(ids[1:])[:, None]).mean())
+    assert 5 < math.exp(reference) < 100, "the text is no test of the model"
+    assert abs(math.exp(ours - reference) - 1) < 0.01, (math.exp(ours), math.exp(reference))
