@@ -59,10 +59,9 @@ def stream_from(request: pb.GenerateRequest, request_id: int, limits: RequestLim
     sampling, text = _sampling(request.sampling)
     n = request.n if request.HasField("n") else 1
     validate(sampling, text, n, limits)
-    if len(request.cache_salt.encode()) > MAX_LABEL_BYTES:
-        raise InvalidField("cache_salt", f"has at most {MAX_LABEL_BYTES} bytes")
-    if len(request.client_request_id.encode()) > MAX_LABEL_BYTES:
-        raise InvalidField("client_request_id", f"has at most {MAX_LABEL_BYTES} bytes")
+    for label in ("cache_salt", "client_request_id", "tenant"):
+        if len(getattr(request, label).encode()) > MAX_LABEL_BYTES:
+            raise InvalidField(label, f"has at most {MAX_LABEL_BYTES} bytes")
     return Stream(
         request_id,
         _generate_prompt(request),
@@ -71,6 +70,7 @@ def stream_from(request: pb.GenerateRequest, request_id: int, limits: RequestLim
         _choices(request, n),
         priority=request.priority,
         cache_salt=request.cache_salt,
+        tenant=request.tenant,
         detach_grace=detach_grace(request, max_detach_grace) or 0.0,
         prompt_logprobs_start=request.prompt_logprobs_start,
     )

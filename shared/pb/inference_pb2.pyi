@@ -20,7 +20,7 @@ FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_ABORT: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "chat", "token_ids", "sampling", "n", "add_special_tokens", "client_request_id", "priority", "cache_salt", "detach_grace_ms", "past", "prompt_logprobs_start")
+    __slots__ = ("text", "chat", "token_ids", "sampling", "n", "add_special_tokens", "client_request_id", "priority", "cache_salt", "detach_grace_ms", "past", "prompt_logprobs_start", "tenant")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class GenerateRequest(_message.Message):
     DETACH_GRACE_MS_FIELD_NUMBER: _ClassVar[int]
     PAST_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     text: str
     chat: ChatPrompt
     token_ids: TokenIds
@@ -45,7 +46,8 @@ class GenerateRequest(_message.Message):
     detach_grace_ms: int
     past: _containers.RepeatedCompositeFieldContainer[ChoicePast]
     prompt_logprobs_start: int
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., client_request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., detach_grace_ms: _Optional[int] = ..., past: _Optional[_Iterable[_Union[ChoicePast, _Mapping]]] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., n: _Optional[int] = ..., add_special_tokens: _Optional[bool] = ..., client_request_id: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., detach_grace_ms: _Optional[int] = ..., past: _Optional[_Iterable[_Union[ChoicePast, _Mapping]]] = ..., prompt_logprobs_start: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ChatPrompt(_message.Message):
     __slots__ = ("messages", "add_generation_prompt", "continue_final_message", "template_kwargs")

@@ -27,7 +27,7 @@ def first_words(peer, count):
 @in_loop
 async def test_chunks_and_usage():
     async with gateway(words=WORDS) as (address, _, peer), AsyncClient(address) as client:
-        generation = client.generate(messages=[{"role": "user", "content": "hi"}], seed=3, stop="x")
+        generation = client.generate(messages=[{"role": "user", "content": "hi"}], seed=3, stop="x", tenant="acme")
         chunks = [chunk async for chunk in generation]
         assert "".join(chunk.text for chunk in chunks) == "Héllo world"
         assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["length"]
@@ -35,6 +35,7 @@ async def test_chunks_and_usage():
         assert generation.prompt_token_ids == [5, 6, 7] and len(generation.request_id) == 16
         submit = peer.last(m.Submit)
         assert submit.prompt == m.ChatPrompt([m.ChatMessage("user", "hi")]) and submit.text.stop == ["x"]
+        assert submit.tenant == "acme"
 
 
 @in_loop

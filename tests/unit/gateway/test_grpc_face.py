@@ -35,7 +35,7 @@ async def refused(call):
 async def test_a_stream():
     async with gateway() as (address, _table, peer), grpc.aio.insecure_channel(address) as channel:
         request = text_request(seed=11, temperature=0.5)
-        request.client_request_id = "mine"
+        request.client_request_id, request.tenant = "mine", "acme"
         events = [event async for event in InferenceServiceStub(channel).Generate(request)]
         started, chunks, completion = events[0].started, [e.chunk for e in events[1:-1]], events[-1].completion
         assert len(started.request_id) == 16 and started.client_request_id == "mine"
@@ -47,6 +47,7 @@ async def test_a_stream():
         submit = peer.last(m.Submit)
         assert submit.prompt == m.TextPrompt("hi", True) and submit.sampling.temperature == 0.5
         assert submit.sampling.max_tokens is None and submit.sampling.logprobs is None
+        assert submit.tenant == "acme"
 
 
 @in_loop
@@ -242,6 +243,7 @@ BAD_REQUESTS = [
     (pb.GenerateRequest(text="x", n=-1), "n"),
     (pb.GenerateRequest(text="x", n=10**6), "n"),
     (pb.GenerateRequest(text="x", cache_salt="x" * 5000), "cache_salt"),
+    (pb.GenerateRequest(text="x", tenant="é" * 513), "tenant"),
     (pb.GenerateRequest(text="x", detach_grace_ms=2**31), "detach_grace_ms"),
     (pb.GenerateRequest(text="x", past=[pb.ChoicePast(index=0, past_token_ids=[1])]), "past"),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), past=[pb.ChoicePast(index=1)]), "past"),
