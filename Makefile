@@ -2,6 +2,7 @@
 # make test      the tests (minutes);  make test-full  with the long ones
 # make lint      format, lint, types, the import law, generated code
 # make bench     measurements, as JSON
+# make chaos     kill, freeze and cut off services under streams for minutes; one JSON line
 #
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer; found by itself otherwise)
 # TORCH_INDEX=URL          one more package index, for a smaller or another build of torch, such as
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: up install test test-full lint types format bench clean
+.PHONY: up install test test-full lint types format bench chaos clean
 
 up: $(VENV)/.run
 	@$(BIN)/quartet serve --demo $(ARGS)
@@ -45,6 +46,9 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	@$(BIN)/python -m bench $(ARGS)
+
+chaos: $(VENV)/.run
+	@$(BIN)/python -m bench.chaos $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

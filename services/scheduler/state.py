@@ -11,6 +11,7 @@ from quartet.services.scheduler.plan import PlanInFlight
 from quartet.services.scheduler.queue import POLICIES, RequestQueue
 from quartet.services.scheduler.request import Request, RequestStatus
 from quartet.services.scheduler.rows import Rows
+from quartet.shared.log import get_logger
 from quartet.shared.messages import FinishReason, ModelInfo
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 # A request that has died so often without passing where it died before runs alone until it does.
 MAX_DEATHS = 2
+
+_log = get_logger()
 
 
 class Totals:
@@ -98,6 +101,9 @@ class SchedulerState:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self.totals.prompt_tokens += request.num_prompt_tokens
             self.totals.cached_tokens += request.num_cached_tokens
+            if request.num_past_tokens:
+                num_recomputed_tokens = len(request.token_ids) - request.num_computed_tokens
+                _log.debug("resumed", request_id=request.request_id, num_recomputed_tokens=num_recomputed_tokens)
 
     def end_prefill(self, request: Request) -> None:
         """All its known tokens are scheduled; what is sampled of them may be computed next."""
