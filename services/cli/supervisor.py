@@ -18,7 +18,8 @@ SERVICES = (GATEWAY, *BEHIND_GATEWAY)
 
 FIRST_DELAY = 0.25
 MAX_DELAY = 10.0
-HEALTHY_AFTER = 60.0
+# A life as long as the longest delay starts anew: restarts never come more often than that.
+HEALTHY_AFTER = 10.0
 # A gateway that leaves by itself this early could not bind; later it is a crash like any other.
 GATEWAY_BIND_TIME = 15.0
 # One stop often arrives twice: to the process and to its group (timeout, make, some init programs).
@@ -27,7 +28,7 @@ EXIT_SETTINGS_ERROR = 2
 
 
 class Backoff:
-    """Delay before each restart: 0, then 0.25 s doubling up to 10 s; a life of 60 s starts anew."""
+    """Delay before each restart: 0, then 0.25 s doubling up to 10 s; a life of 10 s starts anew."""
 
     def __init__(self) -> None:
         self._next = 0.0
