@@ -233,8 +233,11 @@ class _ExecutorSide:
     def on_status(self, peer: Peer) -> None:
         service = self._service
         if peer is service.executor:
-            if peer.model != service.identity.model:
-                service.use_executor(peer if peer.model is not None else None)
+            if peer.model is None:
+                service.use_executor(None)
+                self._waiting.append(peer)
+            elif peer.model != service.identity.model:
+                service.use_executor(peer)
             elif peer.stalled:
                 _log.warning("executor stands still", executor=peer.name)
         self._choose()

@@ -162,6 +162,25 @@ def test_a_second_executor_waits_until_the_first_is_gone(run_dir: str, fake_exec
     with_line(run_dir, fake_executor, body)
 
 
+def test_an_executor_may_lay_its_model_down_and_take_it_up_again(run_dir: str, fake_executor: Any) -> None:
+    async def body(line: Line) -> None:
+        executor, tokenizer = line.executor(), line.tokenizer()
+        await tokenizer.until(lambda: tokenizer.ready)
+        for model in (None, MODEL, None):
+            executor.link.link.identity.model = model
+            executor.link.announce_model()
+            await tokenizer.until(lambda wanted=model is not None: tokenizer.ready is wanted)
+        assert sum(isinstance(message, Takeover) for message in executor.messages) == 2
+        line.sides.remove(executor)
+        executor.link.close()
+        while line.service.executor_link.peers:
+            await asyncio.sleep(0)
+        line.executor("next")
+        await tokenizer.until(lambda: tokenizer.ready)
+
+    with_line(run_dir, fake_executor, body)
+
+
 def test_neighbours_of_the_wrong_kind_are_refused(run_dir: str, fake_executor: Any) -> None:
     async def body(line: Line) -> None:
         executor = line.executor()
