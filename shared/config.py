@@ -51,6 +51,10 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     run_dir: Annotated[
         str, msgspec.Meta(description="folder of the ipc sockets between services on one host", min_length=1)
     ] = msgspec.field(default_factory=default_run_dir)
+    curve_keys: Annotated[
+        str,
+        msgspec.Meta(description="folder of keys for tcp links, see quartet keys; empty: they are open to everyone"),
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], msgspec.Meta(description="the least severe line that is logged")
     ] = "info"
@@ -84,6 +88,8 @@ def load_settings(
         settings = parse_settings(settings_type, section, argv, environ, description, epilog)
         if settings.run_dir:
             prepare_run_dir(settings.run_dir)
+        if settings.curve_keys:
+            check_curve_keys(settings.curve_keys, section)
         return settings
     except SettingsError as error:
         print(f"quartet {section}: {error}", file=sys.stderr)
@@ -130,6 +136,19 @@ def prepare_run_dir(path: str) -> None:
         raise SettingsError(f"run_dir: cannot use {path}: {error.strerror or error}") from None
     if owner != os.getuid():
         raise SettingsError(f"run_dir: {path} belongs to user {owner}, not to this process's user {os.getuid()}")
+
+
+def check_curve_keys(folder: str, section: str) -> None:
+    """Refuses keys that the service could not use, before it begins with anything that takes long."""
+    from quartet.shared.curve import KeysError, read_binder_keys, read_dialer_keys
+
+    try:
+        if section in ("gateway", "scheduler"):
+            read_binder_keys(folder)
+        elif section in ("tokenizer", "executor"):
+            read_dialer_keys(folder)
+    except KeysError as error:
+        raise SettingsError(str(error)) from None
 
 
 def peek_setting(section: str, name: str, argv: Sequence[str], environ: Mapping[str, str], config: str) -> str:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from quartet.shared import messages
+from quartet.shared.handshake import MAX_TEXT, malformed_hello, malformed_model
 from quartet.shared.log import get_logger
 from quartet.shared.messages import (
     MIN_PROTOCOL_VERSION,
@@ -32,6 +33,8 @@ from quartet.shared.messages import (
 )
 
 SESSION_BYTES = 8
+# A longer one is not sent, and cuts the connection of whoever sends it.
+MAX_FRAME_BYTES = 64 * 2**20
 HEARTBEAT_INTERVAL = 0.8
 SILENT_BEATS = 3
 STALL_AFTER = 30.0
@@ -98,7 +101,8 @@ class Peer:
         self.seen_at = now
 
     def send(self, message: Message) -> bool:
-        """False when it could not be sent: the session is over and on_down follows."""
+        """False when it could not be sent: the session is over and on_down follows. A message of more than
+        MAX_FRAME_BYTES is dropped."""
         return self._link.send(self, message)
 
     def __repr__(self) -> str:
@@ -157,7 +161,12 @@ class Link:
     def send(self, peer: Peer, message: Message) -> bool:
         if not peer.alive:
             return False
-        if self._wire.send(peer.route, peer.session, messages.encode(message)):
+        payload = messages.encode(message)
+        if len(payload) > MAX_FRAME_BYTES:
+            # It would cut the connection, be submitted again, and cut it again.
+            _log.error("a message is too long to be sent", message=type(message).__name__, num_bytes=len(payload))
+            return True
+        if self._wire.send(peer.route, peer.session, payload):
             return True
         self._break(peer, "a message could not be sent")
         return False
@@ -240,6 +249,11 @@ class Link:
                 peer.ready, peer.draining, peer.stalled = message.ready, message.draining, stalled
                 self._handler.on_status(peer)
         elif isinstance(message, ModelChanged):
+            reason = malformed_model(message.model) if message.model is not None else None
+            if reason is not None:
+                self.frames_dropped += 1
+                _log.warning("a model that cannot be is ignored", peer=repr(peer), reason=reason)
+                return
             peer.model = message.model
             self._handler.on_status(peer)
         else:
@@ -302,9 +316,9 @@ class BinderLink(Link):
         if peer is not None and peer.alive and peer.session == session:
             self._wire.send(route, session, messages.encode(self.identity.hello()))
             return
-        reason = incompatible(hello) or self._accept(hello)
+        reason = incompatible(hello) or malformed_hello(hello) or self._accept(hello)
         if reason is not None:
-            _log.warning("peer refused", peer=hello.name, role=hello.role.name.lower(), reason=reason)
+            _log.warning("peer refused", peer=hello.name[:MAX_TEXT], role=hello.role.name.lower(), reason=reason)
             self._wire.send(route, session, messages.encode(Refused(reason)))
             return
         if peer is not None:
@@ -334,6 +348,7 @@ class DialerLink(Link):
         self._told_model: ModelInfo | None = None
         self._greet_at: float | None = None
         self._greeting_since = 0.0
+        self._lost_at = clock()
 
     @property
     def peer(self) -> Peer | None:
@@ -343,6 +358,7 @@ class DialerLink(Link):
         self._open("reconnected")
 
     def on_disconnected(self) -> None:
+        self._lost_at = self._clock()
         self._close("disconnected")
 
     def on_frame(self, session: bytes, payload: bytes) -> None:
@@ -354,7 +370,7 @@ class DialerLink(Link):
             return
         peer = self.peer
         if isinstance(message, Hello):
-            reason = incompatible(message)
+            reason = incompatible(message) or malformed_hello(message)
             if reason is not None:
                 self._wait_refused(reason)
             elif peer is None and self._greet_at is not None:
@@ -382,9 +398,13 @@ class DialerLink(Link):
 
     def tick(self) -> float:
         wait = super().tick()
-        if self._greet_at is None:
-            return wait
         now = self._clock()
+        if self._greet_at is None:
+            if not self._session and now - self._lost_at > self._silent_after:
+                # ZeroMQ does not dial again by itself after a frame that is too long or a refused key.
+                self._lost_at = now
+                self._wire.reconnect()
+            return wait
         if now - self._greeting_since > self._silent_after and now >= self._greet_at:
             # Nobody answers on this connection; it may be one that a cut network left half open.
             self._greeting_since = now

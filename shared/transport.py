@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import fcntl
+import ipaddress
 import os
 import threading
 import time
@@ -17,20 +19,31 @@ from pathlib import Path
 
 import zmq
 
-from quartet.shared.link import BinderLink, DialerLink, Handler, Identity, Link, Peer, Status
+from quartet.shared.curve import BinderKeys, DialerKeys, answer_zap, read_binder_keys, read_dialer_keys
+from quartet.shared.link import MAX_FRAME_BYTES, BinderLink, DialerLink, Handler, Identity, Link, Peer, Status
 from quartet.shared.liveness import StatusFile
+from quartet.shared.log import get_logger
 from quartet.shared.messages import Hello, Message
 
 __all__ = ["AddressInUse", "Binder", "Dialer", "Handler", "Identity", "Peer", "Status", "ThreadDialer", "ipc_address"]
 
-MAX_FRAME_BYTES = 64 * 2**20
 QUEUE_FRAMES = 100_000
 LINGER_MS = 200
 RECONNECT_MS = 10
 RECONNECT_MAX_MS = 250
+# A connection that says nothing for so long is cut, before it has shown its key too.
+HANDSHAKE_MS = 5_000
 READ_BATCH = 256
 # A ROUTER forgets a lost connection a moment before or after its monitor tells of it.
 PROBE_DELAYS = (0.0, 0.01, 0.05, 0.25)
+COMPLAIN_EVERY = 10.0
+
+_HANDSHAKE_FAILED = (
+    zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+)
+_MONITORED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | _HANDSHAKE_FAILED
+
+_log = get_logger()
 
 
 class AddressInUse(OSError):
@@ -51,17 +64,60 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
     socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
-def _dealer(context: zmq.Context[zmq.Socket[bytes]], identity: Identity) -> zmq.Socket[bytes]:
+def _dealer(context: zmq.Context[zmq.Socket[bytes]], identity: Identity, keys: DialerKeys | None) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
     _configure(socket)
+    if keys is not None:
+        keys.apply(socket)
     # Unique per process, so that two services of one name never take each other's place.
     socket.setsockopt(zmq.ROUTING_ID, f"{identity.name[:200]}.{identity.incarnation:016x}".encode()[:255])
     socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     return socket
+
+
+def _is_local(address: str) -> bool:
+    """Whether only processes of this host can reach a socket that is bound to this address."""
+    if not address.startswith("tcp://"):
+        return True
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in ("localhost", "lo")
+
+
+def _dialer_keys(address: str, folder: str) -> DialerKeys | None:
+    return read_dialer_keys(folder) if folder and address.startswith("tcp://") else None
+
+
+class _Complaints:
+    """Failed handshakes in the log: the first at once, then at most one line every COMPLAIN_EVERY seconds."""
+
+    def __init__(self, address: str, clock: Callable[[], float]) -> None:
+        self._address = address
+        self._clock = clock
+        self._next_at = float("-inf")
+        self._untold = 0
+
+    def tell(self, reason: str, **details: str) -> None:
+        self._untold += 1
+        if self._clock() >= self._next_at:
+            self._next_at = self._clock() + COMPLAIN_EVERY
+            _log.warning("connection refused", link=self._address, reason=reason, times=self._untold, **details)
+            self._untold = 0
+
+
+def _why_not_welcome(event: int, keys: DialerKeys | None) -> str:
+    if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
+        return "the other side does not know this side's key: it needs its client.key (curve_keys)"
+    if keys is None:
+        return "the other side asks for a key, or is no Quartet: set curve_keys as it is set there"
+    return "the other side has no keys, or another key than server.key here says (curve_keys)"
 
 
 class _BindLock:
@@ -135,13 +191,32 @@ class _LoopSocket:
         self._schedule()
 
 
+def _take(link: BinderLink | DialerLink, frames: list[bytes], num_frames: int) -> None:
+    """No frame may end the reading of those behind it, whatever a service makes of it."""
+    if len(frames) != num_frames:
+        link.frames_dropped += 1
+        return
+    try:
+        link.on_frame(*frames)
+    except Exception:
+        link.frames_dropped += 1
+        _log.exception("a frame could not be handled")
+
+
 class _LoopLink:
     """What Binder and Dialer share: the socket, its monitor, and the timer."""
 
     link: Link
 
-    def __init__(self, address: str, status_file: StatusFile | None, status: Callable[[], Status]) -> None:
+    def __init__(
+        self,
+        address: str,
+        status_file: StatusFile | None,
+        status: Callable[[], Status],
+        clock: Callable[[], float],
+    ) -> None:
         self.address = address
+        self._complaints = _Complaints(address, clock)
         self._status_file = status_file
         self._status = status
         self._socket: _LoopSocket | None = None
@@ -188,9 +263,7 @@ class _LoopLink:
 
     def _watch(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._monitor = _LoopSocket(
-            socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED), self._on_monitor
-        )
+        self._monitor = _LoopSocket(socket.get_monitor_socket(_MONITORED), self._on_monitor)
         self._socket = _LoopSocket(socket, on_frames)
 
     def _on_monitor(self, frames: list[bytes]) -> None:
@@ -212,7 +285,10 @@ class _LoopLink:
 
 
 class Binder(_LoopLink):
-    """A bound ROUTER. `accept` gives a reason to refuse a dialer, or None."""
+    """A bound ROUTER. `accept` gives a reason to refuse a dialer, or None.
+
+    `curve_keys`, a folder, lets only known keys in over tcp; raises KeysError when it cannot be used.
+    """
 
     link: BinderLink
 
@@ -226,25 +302,33 @@ class Binder(_LoopLink):
         accept: Callable[[Hello], str | None] = lambda hello: None,
         status_file: StatusFile | None = None,
         clock: Callable[[], float] = time.monotonic,
+        curve_keys: str = "",
     ) -> None:
-        super().__init__(address, status_file, status)
+        super().__init__(address, status_file, status, clock)
         self._lock: _BindLock | None = None
+        self._keys: BinderKeys | None = None
+        if curve_keys and address.startswith("tcp://"):
+            self._keys = read_binder_keys(curve_keys)
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._zap: _LoopSocket | None = None
         self.link = BinderLink(identity, handler, status, self, clock, accept=accept)
 
     def start(self) -> None:
         """Raises AddressInUse, or OSError when the address cannot be bound."""
         self._lock = _BindLock(self.address)
-        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-        _configure(socket)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket = self._secured_socket(self._keys) if self._keys is not None else _router(zmq.Context.instance())
         try:
             socket.bind(self.address)
         except zmq.ZMQError as error:
             socket.close()
+            self._end_security()
             self._lock.release()
             kind = AddressInUse if error.errno == zmq.EADDRINUSE else OSError
             raise kind(f"cannot bind {self.address}: {error.strerror}") from error
+        if self._keys is None and not _is_local(self.address):
+            _log.warning(
+                "anybody who reaches this address can take the place of a service: set curve_keys", link=self.address
+            )
         self._watch(socket, self._on_frames)
         self._tick()
 
@@ -258,8 +342,37 @@ class Binder(_LoopLink):
 
     def close(self) -> None:
         super().close()
+        self._end_security()
         if self._lock is not None:
             self._lock.release()
+
+    def _secured_socket(self, keys: BinderKeys) -> zmq.Socket[bytes]:
+        # ZAP is asked at an address that there is once in a context, so each secured link has its own.
+        context = self._context = zmq.Context()
+        zap = context.socket(zmq.ROUTER)
+        zap.setsockopt(zmq.LINGER, 0)
+        zap.bind("inproc://zeromq.zap.01")
+        self._zap = _LoopSocket(zap, self._on_zap)
+        socket = _router(context)
+        keys.apply(socket)
+        return socket
+
+    def _end_security(self) -> None:
+        if self._zap is not None:
+            self._zap.close()
+            self._zap = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+    def _on_zap(self, frames: list[bytes]) -> None:
+        if self._zap is None or self._keys is None:
+            return
+        reply, refused = answer_zap(frames, self._keys.clients)
+        if refused is not None:
+            self._complaints.tell("its key is none of the client*.key here (curve_keys)", peer=refused)
+        if reply:
+            self._zap.send(reply)
 
     def send(self, route: bytes, session: bytes, payload: bytes) -> bool:
         return self._socket is not None and self._socket.send([route, session, payload])
@@ -268,12 +381,14 @@ class Binder(_LoopLink):
         """A binder cannot dial."""
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        if len(frames) == 3:
-            self.link.on_frame(*frames)
-        else:
-            self.link.frames_dropped += 1
+        _take(self.link, frames, 3)
 
     def _on_connection(self, event: int) -> None:
+        if event & _HANDSHAKE_FAILED and event != zmq.Event.HANDSHAKE_FAILED_AUTH:
+            if self._keys is None:
+                self._complaints.tell("the other side speaks with keys (curve_keys), this link has none")
+            else:
+                self._complaints.tell("the other side has no key, or another server.key than this link's")
         if event == zmq.Event.DISCONNECTED and self._loop is not None:
             for delay in PROBE_DELAYS:
                 self._loop.call_later(delay, self._probe)
@@ -284,7 +399,7 @@ class Binder(_LoopLink):
 
 
 class Dialer(_LoopLink):
-    """A DEALER that dials one binder and keeps dialling."""
+    """A DEALER that dials one binder and keeps dialling. `curve_keys` as for Binder."""
 
     link: DialerLink
 
@@ -297,8 +412,10 @@ class Dialer(_LoopLink):
         *,
         status_file: StatusFile | None = None,
         clock: Callable[[], float] = time.monotonic,
+        curve_keys: str = "",
     ) -> None:
-        super().__init__(address, status_file, status)
+        super().__init__(address, status_file, status, clock)
+        self._keys = _dialer_keys(address, curve_keys)
         self.link = DialerLink(identity, handler, status, self, clock)
 
     @property
@@ -306,7 +423,7 @@ class Dialer(_LoopLink):
         return self.link.peer
 
     def start(self) -> None:
-        socket = _dealer(zmq.Context.instance(), self.link.identity)
+        socket = _dealer(zmq.Context.instance(), self.link.identity, self._keys)
         self._watch(socket, self._on_frames)
         socket.connect(self.address)
         self._tick()
@@ -319,20 +436,39 @@ class Dialer(_LoopLink):
             _redial(self._socket.socket, self.address)
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        if len(frames) == 2:
-            self.link.on_frame(*frames)
-        else:
-            self.link.frames_dropped += 1
+        _take(self.link, frames, 2)
 
     def _on_connection(self, event: int) -> None:
-        if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-            self.link.on_connected()
-        elif event == zmq.Event.DISCONNECTED:
-            self.link.on_disconnected()
+        if event & _HANDSHAKE_FAILED and self._socket is not None:
+            self._complaints.tell(_why_not_welcome(event, self._keys))
+            _hang_up(self._socket.socket, self.address)
+        _tell(self.link, event)
+
+
+def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.ROUTER)
+    _configure(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    return socket
+
+
+def _tell(link: DialerLink, event: int) -> None:
+    if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+        link.on_connected()
+    elif event == zmq.Event.DISCONNECTED or event & _HANDSHAKE_FAILED:
+        link.on_disconnected()
+
+
+def _hang_up(socket: zmq.Socket[bytes], address: str) -> None:
+    """ZeroMQ gives up for good after some failures and tries again a hundred times a second after
+    others: from here on the link decides when to dial."""
+    with contextlib.suppress(zmq.ZMQError):  # it has hung up already
+        socket.disconnect(address)
 
 
 def _redial(socket: zmq.Socket[bytes], address: str) -> None:
-    socket.disconnect(address)
+    _hang_up(socket, address)
     socket.connect(address)
 
 
@@ -351,8 +487,11 @@ class ThreadDialer:
         *,
         status_file: StatusFile | None = None,
         clock: Callable[[], float] = time.monotonic,
+        curve_keys: str = "",
     ) -> None:
         self.address = address
+        self._keys = _dialer_keys(address, curve_keys)
+        self._complaints = _Complaints(address, clock)
         self._status = status
         self._status_file = status_file
         self._outbox: collections.deque[tuple[Message, Peer | None]] = collections.deque()
@@ -394,8 +533,8 @@ class ThreadDialer:
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = self._socket = _dealer(context, self.link.identity)
-        monitor = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        socket = self._socket = _dealer(context, self.link.identity, self._keys)
+        monitor = socket.get_monitor_socket(_MONITORED)
         socket.connect(self.address)
         poller = zmq.Poller()
         for source in (socket, monitor, self._wakeup):
@@ -408,7 +547,7 @@ class ThreadDialer:
                 if self._wakeup in ready:
                     os.eventfd_read(self._wakeup)
                 if monitor in ready:
-                    self._read_monitor(monitor)
+                    self._read_monitor(monitor, socket)
                 if socket in ready:
                     self._read(socket)
                 self._flush()
@@ -432,21 +571,18 @@ class ThreadDialer:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frames) == 2:
-                self.link.on_frame(*frames)
-            else:
-                self.link.frames_dropped += 1
+            _take(self.link, frames, 2)
 
-    def _read_monitor(self, monitor: zmq.Socket[bytes]) -> None:
+    def _read_monitor(self, monitor: zmq.Socket[bytes], socket: zmq.Socket[bytes]) -> None:
         while True:
             try:
                 event = int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
             except zmq.Again:
                 return
-            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
-                self.link.on_connected()
-            elif event == zmq.Event.DISCONNECTED:
-                self.link.on_disconnected()
+            if event & _HANDSHAKE_FAILED:
+                self._complaints.tell(_why_not_welcome(event, self._keys))
+                _hang_up(socket, self.address)
+            _tell(self.link, event)
 
     def _flush(self) -> None:
         if self._announcing:

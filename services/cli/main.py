@@ -28,6 +28,7 @@ run one service by itself (containers, several machines):
 
 tools:
   fetch      download a model into the cache and print where it is
+  keys       make the keys of links between hosts
   health     exit with 0 when a service is ready (for container health checks)
 
 Each command explains itself: quartet COMMAND --help. First steps:
@@ -38,7 +39,7 @@ Each command explains itself: quartet COMMAND --help. First steps:
 # A package of each service's extra that is missing when the extra is not installed.
 SERVICES = {"gateway": "grpc", "tokenizer": "tokenizers", "scheduler": "zmq", "executor": "torch"}
 
-COMMANDS = ("serve", "chat", "generate", "fetch", "health")
+COMMANDS = ("serve", "chat", "generate", "fetch", "health", "keys")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +76,8 @@ def _run(command: str, argv: Sequence[str]) -> int:
         from quartet.services.cli.generate import main as run
     elif command == "fetch":
         from quartet.services.cli.fetch import main as run
+    elif command == "keys":
+        from quartet.services.cli.keys import main as run
     else:
         from quartet.services.cli.health import main as run
     return run(argv)

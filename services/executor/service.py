@@ -21,7 +21,9 @@ log = get_logger()
 class ExecutorService:
     """Serves the scheduler at `address` until SIGTERM or SIGINT; a second signal ends it at once."""
 
-    def __init__(self, loop: ExecutorLoop, address: str, identity: Identity, status_file: StatusFile | None) -> None:
+    def __init__(
+        self, loop: ExecutorLoop, address: str, identity: Identity, status_file: StatusFile | None, curve_keys: str = ""
+    ) -> None:
         self._loop = loop
         self._inbox: queue.SimpleQueue[tuple[Peer, AnyMessage] | None] = queue.SimpleQueue()
         # Each is written by one thread only.
@@ -29,7 +31,7 @@ class ExecutorService:
         self._num_handled = 0
         self._stopping = False
         self._address = address
-        self._link = ThreadDialer(address, identity, self, self._status, status_file=status_file)
+        self._link = ThreadDialer(address, identity, self, self._status, status_file=status_file, curve_keys=curve_keys)
         self._status_file = status_file
 
     def run(self) -> None:

@@ -44,7 +44,13 @@ class Gateway:
         address = settings.tokenizer_link or ipc_address(settings.run_dir, "gateway")
         self._status_file = StatusFile(status_path(settings.run_dir, "gateway"))
         self.link = Binder(
-            address, identity, self, self._status, accept=self.table.refuse, status_file=self._status_file
+            address,
+            identity,
+            self,
+            self._status,
+            accept=self.table.refuse,
+            status_file=self._status_file,
+            curve_keys=settings.curve_keys,
         )
         self._health_changed = asyncio.Event()
 

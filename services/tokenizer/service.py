@@ -78,10 +78,12 @@ class TokenizerService:
             _SchedulerSide(self),
             self.status,
             status_file=self._status_file,
+            curve_keys=settings.curve_keys,
         )
         gateway_side = _GatewaySide(self)
         self._gateways = [
-            Dialer(address, self.identity, gateway_side, self.status) for address in settings.gateway_addresses
+            Dialer(address, self.identity, gateway_side, self.status, curve_keys=settings.curve_keys)
+            for address in settings.gateway_addresses
         ]
         self._was_ready = False
 
