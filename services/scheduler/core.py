@@ -71,6 +71,11 @@ class SchedulerCore:
         self._scheduler = StepScheduler(self.state)
         self._arrivals = 0
         self._effects: list[Effect] = []
+        # The executor that takes plans, or took them last, and since when none does.
+        self._executor_incarnation = 0
+        self._no_executor_since: float | None = clock()
+        # What was in the plans that were lost with the last executor, should it turn out to have died.
+        self._lost_in_flight: dict[Request, int] = {}
 
     # --- what the shell asks ----------------------------------------------------------------------
 
@@ -89,8 +94,21 @@ class SchedulerCore:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, by the clock."""
-        times = [owner.down_since for owner in self.ledger.owners.values() if owner.down_since is not None]
-        return min(times) + self._settings.owner_grace if times else None
+        grace = self._settings.owner_grace
+        times = [o.down_since + grace for o in self.ledger.owners.values() if o.down_since is not None]
+        if self._no_executor_since is not None and self.num_unfinished:
+            times.append(self._no_executor_since + self._settings.recovery_deadline)
+        return min(times, default=None)
+
+    @property
+    def num_owed(self) -> int:
+        """Unfinished choices whose owner is there to wait for them."""
+        return sum(
+            request.status < RequestStatus.FINISHED
+            for group in self.ledger.groups.values()
+            if group.owner.down_since is None
+            for request in group.choices.values()
+        )
 
     # --- owners -----------------------------------------------------------------------------------
 
@@ -108,8 +126,14 @@ class SchedulerCore:
         return self._take_effects()
 
     def tick(self) -> list[Effect]:
-        """Drops what belongs to owners that have been gone past the grace."""
+        """Drops what belongs to owners that have been gone past the grace, and fails what has waited for an
+        executor past the recovery deadline."""
         now = self._clock()
+        deadline, since = self._settings.recovery_deadline, self._no_executor_since
+        if since is not None and now - since >= deadline:
+            for group in list(self.ledger.groups.values()):
+                if any(request.status < RequestStatus.FINISHED for request in group.choices.values()):
+                    self._fail(group, ErrorCode.UNAVAILABLE, f"no executor was ready for {deadline:g} s")
         for owner in list(self.ledger.owners.values()):
             if owner.down_since is not None and now - owner.down_since >= self._settings.owner_grace:
                 for request_id in list(owner.request_ids):
@@ -175,22 +199,35 @@ class SchedulerCore:
 
     # --- the executor -----------------------------------------------------------------------------
 
-    def executor_up(self, model: ModelInfo) -> list[Effect]:
-        """An executor is there: it is asked for its batch. Requests that it can never run are failed."""
+    def executor_up(self, model: ModelInfo, incarnation: int = 0) -> list[Effect]:
+        """An executor is there: it is asked for its batch. Requests that it can never run are failed. Where it
+        is the process that was there before (`incarnation`, 0: unknown), it was cut off and has not died."""
         state = self.state
         before = state.model
         if state.epoch is not None:
             state.lose_executor()
+        if not incarnation or incarnation != self._executor_incarnation:
+            self._count_deaths(self._lost_in_flight, "the executor died")
+        self._lost_in_flight = {}
+        self._executor_incarnation = incarnation
         state.configure(model)
         for group in list(self.ledger.groups.values()):
             self._refit(group, before, model)
         self._effects.append((EXECUTOR, Takeover(self._incarnation)))
         return self._take_effects()
 
-    def executor_down(self) -> list[Effect]:
-        self._count_deaths("the executor died")
+    def executor_down(self, *, planned: bool = False) -> list[Effect]:
+        """It is gone. `planned`: it was asked to leave, so nothing is to blame."""
+        if not planned:
+            self._lost_in_flight |= self._in_flight()
         self.state.lose_executor()
+        self.executor_stands_still(True)
         return self._take_effects()
+
+    def executor_stands_still(self, stalled: bool) -> None:
+        """Whether nobody computes at present; the recovery deadline runs meanwhile."""
+        if stalled == (self._no_executor_since is None):
+            self._no_executor_since = self._clock() if stalled else None
 
     def granted(self, message: Granted) -> list[Effect]:
         if self.state.epoch is not None:
@@ -202,6 +239,7 @@ class SchedulerCore:
             _log.warning("the executor's block table is malformed", block_ids=len(block_ids), hashes=len(block_hashes))
             block_ids, block_hashes = [], []
         self.state.granted(message.epoch, block_ids, block_hashes)
+        self.executor_stands_still(False)
         return self._take_effects()
 
     def step_result(self, message: StepResult) -> list[Effect]:
@@ -224,7 +262,7 @@ class SchedulerCore:
 
     def step_failed(self, message: StepFailed) -> list[Effect]:
         if message.epoch == self.state.epoch:
-            self._count_deaths(f"the step failed: {message.message}")
+            self._count_deaths(self._in_flight(), f"the step failed: {message.message}")
             self._ask_again(f"step {message.step_id} failed: {message.message}")
         return self._take_effects()
 
@@ -339,17 +377,21 @@ class SchedulerCore:
         if not owner.request_ids:
             self.ledger.owners.pop(owner.key, None)
 
-    def _count_deaths(self, reason: str) -> None:
+    def _in_flight(self) -> dict[Request, int]:
+        """The unfinished requests in plans that have not returned, and how far each was to get."""
+        requests = {request for plan in self.state.in_flight for request in plan.requests()}
+        return {r: r.num_computed_tokens for r in requests if r.status < RequestStatus.FINISHED}
+
+    def _count_deaths(self, in_flight: dict[Request, int], reason: str) -> None:
         state = self.state
-        in_flight = {request for plan in state.in_flight for request in plan.requests()}
-        in_flight = {request for request in in_flight if request.status < RequestStatus.FINISHED}
         if len(in_flight) == 1:
             (request,) = in_flight
             if request in state.suspects:
                 self._fail(request.group, ErrorCode.INTERNAL, f"{reason}, {MAX_DEATHS + 1} times with this request")
                 return
-        for request in in_flight:
-            state.count_death(request)
+        for request, position in in_flight.items():
+            if request.status < RequestStatus.FINISHED:
+                state.count_death(request, position)
 
     def _ask_again(self, reason: str) -> None:
         """The executor's rows are not what they are held to be: start over with it."""

@@ -34,6 +34,8 @@ from quartet.shared.transport import AddressInUse, Binder, Identity, Status
 
 # Outputs are made and dropped by the thousand and hold no cycles; the default wakes the collector for each few.
 GC_THRESHOLD = 50_000
+DRAIN_DECISION = 0.05
+HAND_OVER_TIMEOUT = 1.0
 
 _log = get_logger()
 
@@ -47,11 +49,14 @@ class SchedulerService:
         self.core = SchedulerCore(settings, self.identity.incarnation, time.monotonic)
         self.executor: Peer | None = None
         self.drained = asyncio.Event()
+        self.leaving = False
+        self.handing_over = False
         self._model: ModelInfo | None = None
         self._progress = 0
         self._was_ready = False
         self._scheduling = False
         self._deadline: asyncio.TimerHandle | None = None
+        self._deadline_at: float | None = None
         self._status_file = StatusFile(status_path(settings.run_dir, "scheduler"))
         self._executors = _ExecutorSide(self)
         self.executor_link = Binder(
@@ -88,17 +93,29 @@ class SchedulerService:
     def status(self) -> Status:
         # With plans in flight it is the executor that owes progress.
         owes = self.ready and not self.core.num_in_flight
-        return Status(self._progress, self.core.num_unfinished if owes else 0, self.ready, self.core.draining)
+        return Status(self._progress, self.core.num_unfinished if owes else 0, self.ready, self.leaving)
 
     @property
     def ready(self) -> bool:
-        return self.core.granted_epoch is not None and self.executor is not None and not self.executor.stalled
+        executor = self.executor
+        return self.core.granted_epoch is not None and executor is not None and not executor.stalled
 
     def drain(self) -> None:
-        """Refuses new requests; `drained` is set once the running ones have ended."""
-        self.core.draining = True
+        """Sets `drained` when this process may end. The tokenizers hold all that is held here, so it leaves
+        as soon as the plans in flight have returned, and its successor goes on. Only where every tokenizer
+        is draining too, the line is being stopped: then the running requests end first."""
+        self.leaving = True
         self.tokenizer_link.announce()
         self.executor_link.announce()
+        # Who was stopped together with this process has said so by then.
+        self._loop.call_later(DRAIN_DECISION, self._decide_drain)
+
+    def _decide_drain(self) -> None:
+        tokenizers = [peer for peer in self.tokenizer_link.peers.values() if peer.alive]
+        self.core.draining = bool(tokenizers) and all(peer.draining for peer in tokenizers)
+        self.handing_over = not self.core.draining
+        if self.handing_over:
+            self._loop.call_later(HAND_OVER_TIMEOUT, self.drained.set)
         self.apply([])
 
     # --- events -----------------------------------------------------------------------------------
@@ -113,13 +130,19 @@ class SchedulerService:
 
     def _schedule(self) -> None:
         self._scheduling = False
-        self._send(self.core.schedule())
+        # An executor that leaves still answers what it has; with a line that is being stopped it stays.
+        resting = self.handing_over or (self.executor is not None and self.executor.draining and not self.core.draining)
+        if not resting:
+            self._send(self.core.schedule())
         if self.ready != self._was_ready:
             self._was_ready = self.ready
             _log.info("ready" if self.ready else "not ready")
             self.tokenizer_link.announce()
-        if self.core.draining and not self.core.num_unfinished:
+        if self.handing_over and not self.core.num_in_flight:
             self.drained.set()
+        if self.core.draining and not self.core.num_owed:
+            self.drained.set()
+        self._arm_deadline()
 
     def _send(self, effects: list[Effect]) -> None:
         for destination, message in effects:
@@ -130,32 +153,33 @@ class SchedulerService:
 
     def owner_down(self, owner: Hashable) -> None:
         self.apply(self.core.owner_down(owner))
-        self._arm_deadline()
 
     def _arm_deadline(self) -> None:
+        deadline = self.core.next_deadline()
+        if deadline == self._deadline_at:
+            return
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        deadline = self.core.next_deadline()
+        self._deadline_at = deadline
         if deadline is not None:
             # A little late, so that the deadline has passed by the core's clock too.
             self._deadline = self._loop.call_later(max(0.0, deadline - time.monotonic()) + 0.01, self._on_deadline)
 
     def _on_deadline(self) -> None:
-        self._deadline = None
+        self._deadline = self._deadline_at = None
         self.apply(self.core.tick())
-        self._arm_deadline()
 
     def use_executor(self, peer: Peer | None) -> None:
         """Turns to another executor, or to none; None for the one in use means that it has changed."""
         if self.executor is not None:
-            self.executor = None
-            self.apply(self.core.executor_down())
+            planned, self.executor = self.executor.draining, None
+            self.apply(self.core.executor_down(planned=planned))
         if peer is not None and peer.model is not None:
             self.executor = peer
             model = peer.model
             _log.info("executor up", executor=peer.name, model=model.name, num_blocks=model.num_blocks)
-            self.apply(self.core.executor_up(model))
+            self.apply(self.core.executor_up(model, peer.incarnation))
             self._model = model
             if self.identity.model != model:
                 self.identity.model = model
@@ -240,6 +264,8 @@ class _ExecutorSide:
                 service.use_executor(peer)
             elif peer.stalled:
                 _log.warning("executor stands still", executor=peer.name)
+            if service.core.granted_epoch is not None:
+                service.core.executor_stands_still(peer.stalled)
         self._choose()
         service.apply([])
 
@@ -264,10 +290,10 @@ class _ExecutorSide:
     def _choose(self) -> None:
         service = self._service
         current = service.executor
-        if current is not None and not current.stalled:
+        if current is not None and not current.stalled and not current.draining:
             return
         for peer in self._waiting:
-            if peer.alive and peer.model is not None and not peer.stalled:
+            if peer.alive and peer.model is not None and not peer.stalled and not peer.draining:
                 self._waiting.remove(peer)
                 if current is not None:
                     self._waiting.append(current)

@@ -39,6 +39,9 @@ class SchedulerSettings(CommonSettings, frozen=True, kw_only=True):
     owner_grace: Annotated[
         float, msgspec.Meta(description="seconds that requests outlive the tokenizer they came from", ge=0)
     ] = 30.0
+    recovery_deadline: Annotated[
+        float, msgspec.Meta(description="seconds that requests wait for an executor before they end", gt=0)
+    ] = 60.0
     drain_timeout: Annotated[
         float, msgspec.Meta(description="seconds that running requests have to end after SIGTERM", ge=0)
     ] = 30.0

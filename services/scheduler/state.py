@@ -155,10 +155,10 @@ class SchedulerState:
         if self.settings.enable_prefix_caching:
             self.kv.pool.adopt(block_ids, block_hashes)
 
-    def count_death(self, request: Request) -> None:
-        """It was in a plan that died with its executor. Called before `lose_executor`."""
+    def count_death(self, request: Request, position: int) -> None:
+        """It was in a plan that died with its executor, which would have computed it up to `position`."""
         request.num_deaths += 1
-        request.death_position = request.num_computed_tokens
+        request.death_position = position
         self.died[request] = None
         if request.num_deaths >= MAX_DEATHS:
             self.suspects[request] = None

@@ -89,14 +89,14 @@ class Sim:
     def schedule(self) -> None:
         self.event(self.core.schedule())
 
-    def executor_up(self, executor: FakeExecutor | None = None) -> FakeExecutor:
+    def executor_up(self, executor: FakeExecutor | None = None, incarnation: int = 0) -> FakeExecutor:
         self.executor = executor or FakeExecutor(self.model)
-        self.event(self.core.executor_up(self.executor.model))
+        self.event(self.core.executor_up(self.executor.model, incarnation))
         return self.executor
 
-    def executor_dies(self) -> None:
+    def executor_dies(self, *, planned: bool = False) -> None:
         self.executor = None
-        self.event(self.core.executor_down())
+        self.event(self.core.executor_down(planned=planned))
 
     def scheduler_dies(self) -> None:
         """A new core; the owners add everything again and the executor offers its blocks."""

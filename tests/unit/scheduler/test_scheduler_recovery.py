@@ -168,6 +168,58 @@ def test_an_executor_that_dies_often_blames_nobody(make_sim: MakeSim) -> None:
         sim.check_finished(a)
 
 
+def test_an_executor_that_was_asked_to_leave_or_only_cut_off_blames_nobody(make_sim: MakeSim) -> None:
+    sim = make_sim()
+    asked = sim.ask([5] * 5, max_tokens=30)
+    sim.executor_up(incarnation=1)
+    for incarnation, planned in ((1, False), (2, True), (2, False), (2, False)):
+        step(sim, 3)
+        sim.schedule()
+        assert sim.core.num_in_flight and not sim.core.state.died
+        sim.executor_dies(planned=planned)
+        sim.executor_up(incarnation=incarnation)
+    sim.schedule()
+    sim.executor_dies()
+    sim.executor_up(incarnation=3)
+    assert [r.num_deaths for r in sim.core.state.died] == [1]
+    sim.run()
+    sim.check_finished(asked)
+
+
+def test_requests_do_not_wait_for_an_executor_for_ever(make_sim: MakeSim) -> None:
+    sim = make_sim(recovery_deadline=20.0)
+    done = sim.ask([5], max_tokens=2)
+    sim.run()
+    sim.now = 5.0
+    sim.executor_dies()
+    assert sim.core.next_deadline() is None
+    waiting = sim.ask([6], max_tokens=9)
+    assert sim.core.next_deadline() == 25.0
+    sim.now = 24.9
+    sim.event(sim.core.tick())
+    assert waiting.failed is None
+    sim.now = 25.0
+    sim.event(sim.core.tick())
+    assert waiting.failed.code is ErrorCode.UNAVAILABLE and "20 s" in waiting.failed.message
+    sim.executor_up()
+    assert sim.core.next_deadline() is None
+    sim.check_finished(done)
+    again = sim.ask([7], max_tokens=9)
+    sim.run()
+    sim.check_finished(again)
+
+
+def test_an_executor_that_stands_still_counts_as_none(make_sim: MakeSim) -> None:
+    sim = make_sim(recovery_deadline=20.0)
+    asked = sim.ask([5], max_tokens=9)
+    sim.core.executor_stands_still(True)
+    assert sim.core.next_deadline() == 20.0
+    sim.core.executor_stands_still(False)
+    assert sim.core.next_deadline() is None
+    sim.run()
+    sim.check_finished(asked)
+
+
 def test_suspects_run_alone_until_they_have_passed_where_they_died(make_sim: MakeSim) -> None:
     sim = make_sim()
     asked = [sim.ask([5 + i] * 5, max_tokens=20) for i in range(3)]

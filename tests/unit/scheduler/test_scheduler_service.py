@@ -45,7 +45,8 @@ class Side:
         self.messages: list[Any] = []
         self.changed = asyncio.Event()
         self.answer: Callable[[Any], Any] = lambda message: None
-        self.link = Dialer(address, identity, self, lambda: Status(0, 0, True))
+        self.status = Status(0, 0, True)
+        self.link = Dialer(address, identity, self, lambda: self.status)
         self.link.start()
 
     def on_up(self, peer: Peer) -> None:
@@ -195,7 +196,50 @@ def test_neighbours_of_the_wrong_kind_are_refused(run_dir: str, fake_executor: A
     with_line(run_dir, fake_executor, body)
 
 
-def test_draining_ends_when_the_last_request_does(run_dir: str, fake_executor: Any) -> None:
+def test_it_leaves_at_once_where_a_tokenizer_stays(
+    run_dir: str, fake_executor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quartet.services.scheduler.service.DRAIN_DECISION", 0.0)
+
+    async def body(line: Line) -> None:
+        tokenizer = line.tokenizer()
+        line.executor()
+        await tokenizer.until(lambda: tokenizer.ready)
+        tokenizer.link.peer.send(a_request(5, max_tokens=200))
+        await tokenizer.until(lambda: outputs(tokenizer))
+        line.service.drain()
+        async with asyncio.timeout(5):
+            await line.service.drained.wait()
+        assert line.service.core.num_unfinished and not line.service.core.num_in_flight
+        known = len(next(iter(line.service.core.ledger.groups.values())).choices[0].token_ids)
+        await tokenizer.until(lambda: outputs(tokenizer)[-1].start == known - 37 - 1)
+
+    with_line(run_dir, fake_executor, body)
+
+
+def test_an_executor_that_leaves_gets_no_more_plans_and_is_not_counted_as_dead(
+    run_dir: str, fake_executor: Any
+) -> None:
+    async def body(line: Line) -> None:
+        executor, tokenizer = line.executor(), line.tokenizer()
+        await tokenizer.until(lambda: tokenizer.ready)
+        tokenizer.link.peer.send(a_request(max_tokens=200))
+        await tokenizer.until(lambda: outputs(tokenizer))
+        executor.status = Status(0, 0, False, draining=True)
+        executor.link.announce()
+        core = line.service.core
+        async with asyncio.timeout(5):
+            while core.num_in_flight or not next(iter(line.service.executor_link.peers.values())).draining:
+                await asyncio.sleep(0)
+        seen = len(executor.messages)
+        second = line.executor("second")
+        await tokenizer.until(lambda: outputs(tokenizer)[-1].finish_reason)
+        assert len(executor.messages) == seen and len(second.messages) > 3 and not core.state.died
+
+    with_line(run_dir, fake_executor, body)
+
+
+def test_a_line_that_is_stopped_as_a_whole_ends_its_requests_first(run_dir: str, fake_executor: Any) -> None:
     async def body(line: Line) -> None:
         tokenizer = line.tokenizer()
         await tokenizer.until(lambda: tokenizer.link.peer)
@@ -203,8 +247,13 @@ def test_draining_ends_when_the_last_request_does(run_dir: str, fake_executor: A
         while not line.service.core.num_unfinished:
             await asyncio.sleep(0)
         line.service.drain()
+        tokenizer.status = Status(0, 0, True, draining=True)
+        tokenizer.link.announce()
         assert not line.service.drained.is_set()
         await tokenizer.until(lambda: tokenizer.link.peer.draining)
+        async with asyncio.timeout(5):
+            while not line.service.core.draining:
+                await asyncio.sleep(0)
         tokenizer.link.peer.send(a_request(6))
         await tokenizer.until(lambda: any(isinstance(m, Failed) for m in tokenizer.messages))
         line.executor()
