@@ -28,7 +28,8 @@ class Role(enum.IntEnum):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a choice ended; errors are no finish reason but a `Failed`."""
+    """Why a choice ended; errors are no finish reason but a `Failed`. ABORT is what a gateway tells a
+    client; no server sends it."""
 
     STOP = 1  # end-of-sequence token, stop token id or stop string
     LENGTH = 2  # max_tokens or the context is full
@@ -114,7 +115,8 @@ class Heartbeat(Message, tag=4):
 
 
 class ModelChanged(Message, tag=5):
-    """Server -> client: the model it now stands for (an executor came, or came back different)."""
+    """Server -> client: the model it now stands for (an executor came, or came back different). A
+    dialer sends it too where its model has changed since its first Hello of the session."""
 
     model: ModelInfo | None
 
@@ -153,7 +155,8 @@ class CallFailed(Message, tag=8):
 
 
 class Failed(Message, tag=9):
-    """The request is over with an error; nothing of it remains at the sender."""
+    """Server -> client: this attempt of the request is over with an error, for all its choices; nothing
+    more comes of it."""
 
     request_id: int
     attempt: int
@@ -164,7 +167,7 @@ class Failed(Message, tag=9):
 
 
 class Abort(Message, tag=10):
-    """Forget the request at once. Unknown or finished ids are ignored."""
+    """Forget the request at once, a finished one too. Unknown ids are ignored."""
 
     request_id: int
     attempt: int
@@ -273,7 +276,8 @@ class Delta(Record):
     Text may be held back (half a character, a possible stop string) while its ids are told, so
     `text` may be empty or belong to earlier tokens. `num_text_bytes` is the length of all text let
     out so far, this delta's included. The last delta of a choice has a finish_reason; with a stop
-    string, token_ids end with the token that completed it.
+    string, token_ids end with the token that completed it. `num_cached_tokens` counts the prompt tokens
+    found in the prefix cache when the choice first ran.
     """
 
     request_id: int
@@ -358,7 +362,7 @@ class Finish(Message, tag=49):
 
 
 class Output(Record):
-    """Output tokens [start, start + len(token_ids)) of one choice."""
+    """Output tokens [start, start + len(token_ids)) of one choice; none when it ends without a new one."""
 
     request_id: int
     attempt: int
@@ -381,14 +385,15 @@ class Outputs(Message, tag=50):
 
 
 class Takeover(Message, tag=80):
-    """Scheduler -> executor: drop all rows and plans, and be mine."""
+    """Scheduler -> executor: drop all rows and plans, and be mine. KV memory and its hashes stay."""
 
     incarnation: int
 
 
 class Granted(Message, tag=81):
     """Executor -> scheduler: plans of `epoch` are accepted, the first with step_id 0. Blocks that
-    hold a whole known prefix: `block_ids` u32 column, `block_hashes` 32 bytes each, same order."""
+    hold a whole known prefix: `block_ids` u32 column, `block_hashes` 32 bytes each, same order. Two
+    blocks may hold the same."""
 
     epoch: int
     block_ids: bytes
