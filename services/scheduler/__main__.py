@@ -8,7 +8,7 @@ import uvloop
 
 from quartet.services.scheduler.service import serve
 from quartet.services.scheduler.settings import SchedulerSettings
-from quartet.shared.config import load_settings
+from quartet.shared.config import EXIT_SETTINGS_ERROR, SettingsError, load_settings
 from quartet.shared.log import configure_logging
 
 
@@ -20,7 +20,11 @@ def main(argv: list[str] | None = None) -> int:
         description="Decides what each step of the executor computes.",
     )
     configure_logging("scheduler", settings.log_level, settings.log_format, settings.name)
-    return uvloop.run(serve(settings))
+    try:
+        return uvloop.run(serve(settings))
+    except SettingsError as error:  # one that takes more than its own text to check
+        print(f"quartet scheduler: {error}", file=sys.stderr)
+        return EXIT_SETTINGS_ERROR
 
 
 if __name__ == "__main__":

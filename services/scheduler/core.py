@@ -290,7 +290,7 @@ class SchedulerCore:
             self._effects.append((owner.key, failed))
             return
         self._arrivals += 1
-        group = RequestGroup(message, owner, self._arrivals)
+        group = RequestGroup(message, owner, self._arrivals, self._clock())
         self.ledger.add(group)
         for past in message.choices:
             if past.index not in group.choices:

@@ -41,14 +41,16 @@ class Owner:
 
 class RequestGroup:
     """One NewRequest: what its choices share. `prompt_logprobs` holds the entries from position
-    `prompt_logprobs_base` on, so that another owner can be sent them again."""
+    `prompt_logprobs_base` on, so that another owner can be sent them again. `arrival` counts requests,
+    `arrived_at` is by the clock in seconds."""
 
-    def __init__(self, message: NewRequest, owner: Owner, arrival: int) -> None:
+    def __init__(self, message: NewRequest, owner: Owner, arrival: int, arrived_at: float) -> None:
         self._message = message
         self.request_id = message.request_id
         self.attempt = message.attempt
         self.owner = owner
         self.arrival = arrival
+        self.arrived_at = arrived_at
         self.prompt_token_ids = message.prompt_token_ids
         self.sampling = message.sampling
         self.eos_token_ids = [] if message.sampling.ignore_eos else message.eos_token_ids
@@ -107,6 +109,7 @@ class Request:
         "blocks",
         "death_position",
         "finish_reason",
+        "flow",
         "group",
         "hash_edge",
         "index",
@@ -149,6 +152,7 @@ class Request:
         self.stop_ids = group.stop_ids
         self.status = RequestStatus.NEW
         self.policy_key: tuple[Any, ...] = ()
+        self.flow: Hashable = ""
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.scoring: tuple[FinishReason, int | None] | None = None
@@ -182,6 +186,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens still to compute if it runs to max_tokens; all of them while it has no place."""
+        return self.last_position + 1 - self.num_computed_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-import itertools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from quartet.services.scheduler.free_block_queue import KVCacheBlock
 from quartet.services.scheduler.plan import PlanBuilder, PlanInFlight
@@ -57,7 +57,7 @@ class StepScheduler:
     def _schedule_batch(self, plan: PlanBuilder) -> None:
         state = self._state
         self._extend_decodes(plan, state.rows.decodes())
-        self._unblock_oldest_prefill(plan)
+        self._unblock_first_prefill(plan)
         self._decode(plan, state.rows.decodes(), state.rows.decode_bits())
 
         budget = state.max_num_batched_tokens - len(plan.decodes)
@@ -78,7 +78,7 @@ class StepScheduler:
         if request is None:
             if state.in_flight or not state.rows.num_free:
                 return
-            request = min(state.suspects, key=_policy_key)
+            request = min(state.suspects, key=self._rank)
             hits = state.kv.get_computed_blocks(request)
             while state.kv.num_blocks_needed(request, hits) > state.kv.num_free_blocks:
                 self._preempt(plan, self._last_running())
@@ -132,19 +132,29 @@ class StepScheduler:
                 return False
         return True
 
-    def _unblock_oldest_prefill(self, plan: PlanBuilder) -> None:
-        """Half-done prefills do not wait for each other: the oldest takes the blocks of younger ones.
-        When it is the last of the running itself, it waits for the decodes before it."""
+    def _unblock_first_prefill(self, plan: PlanBuilder) -> None:
+        """Half-done prefills do not wait for each other: the first takes the blocks of later ones. When
+        it is the last of the running itself, it waits for the decodes before it."""
         state = self._state
         if state.kv.num_free_blocks or not state.prefilling:
             return
-        request = min(state.prefilling, key=_policy_key)
+        order = sorted(state.running, key=self._rank)
+        request = next(r for r in order if r in state.prefilling)
         if request.num_computed_tokens == len(request.blocks) * state.kv.block_size:
-            while not state.kv.num_free_blocks and (victim := self._last_running()) is not request:
-                self._preempt(plan, victim)
+            while not state.kv.num_free_blocks and order[-1] is not request:
+                self._preempt(plan, order.pop())
 
     def _last_running(self, spared: Request | None = None) -> Request:
-        return max((r for r in self._state.running if r is not spared), key=_policy_key)
+        return max((r for r in self._state.running if r is not spared), key=self._rank)
+
+    def _rank(self, request: Request) -> tuple[Any, ...]:
+        """The policy's order among those that have a place, and the last of them is preempted. One whose
+        margin is the whole pool came back when nothing else ran, and goes before all who joined it
+        since: so under any policy each is preempted at most log2(num_blocks) times, rounded up."""
+        policy = self._state.policy
+        takes_all = 1 << request.num_preemptions >= self._state.kv.pool.num_blocks
+        group = request.group
+        return not takes_all, policy.rank(policy.flow(request)), policy.key(request), group.arrival, request.index
 
     def _preempt(self, plan: PlanBuilder, victim: Request) -> None:
         plan.forget_row(victim.req_index)
@@ -155,14 +165,13 @@ class StepScheduler:
     def _prefill_in_order(self, plan: PlanBuilder, budget: int) -> int:
         """Spends the budget in policy order, running before preempted before waiting; gives the rest."""
         state = self._state
-        for request in sorted(state.prefilling, key=_policy_key):
+        for request in sorted(state.prefilling, key=self._rank):
             if not budget:
                 return 0
             budget -= self._prefill(plan, request, budget)
         for queue in (state.preempted, state.waiting):
-            budget = (
-                self._prefill_queued(plan, list(queue), budget) if budget and queue and not self._blocked else budget
-            )
+            if budget and queue and not self._blocked:
+                budget = self._prefill_queued(plan, queue.in_turn(), budget)
         return budget
 
     def _prefill_shortest(self, plan: PlanBuilder, budget: int) -> int:
@@ -171,7 +180,7 @@ class StepScheduler:
         state = self._state
         queued: Iterable[Request] = ()
         if not self._blocked:
-            queued = state.preempted or itertools.islice(state.waiting, SHORT_PROMPT_WINDOW)
+            queued = state.preempted or state.waiting.first(SHORT_PROMPT_WINDOW)
         for request in sorted([*state.prefilling, *queued], key=_num_left):
             if not budget:
                 break
@@ -181,7 +190,7 @@ class StepScheduler:
                 budget = self._prefill_queued(plan, [request], budget)
         return budget
 
-    def _prefill_queued(self, plan: PlanBuilder, queued: list[Request], budget: int) -> int:
+    def _prefill_queued(self, plan: PlanBuilder, queued: Iterable[Request], budget: int) -> int:
         for request in queued:
             if not budget:
                 break
@@ -247,10 +256,6 @@ class StepScheduler:
         spare = kv.num_free_blocks - kv.num_blocks_needed(request, hits)
         spare -= sum(kv.blocks_for(len(r.token_ids)) - len(r.blocks) for r in state.prefilling)
         return spare >= (1 + len(state.running) // 4) << request.num_preemptions
-
-
-def _policy_key(request: Request) -> tuple[object, ...]:
-    return request.policy_key
 
 
 def _num_left(request: Request) -> int:

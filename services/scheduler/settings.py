@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -24,8 +24,18 @@ class SchedulerSettings(CommonSettings, frozen=True, kw_only=True):
         int, msgspec.Meta(description="token budget of a step; 0: as many as the executor", ge=0)
     ] = 0
     policy: Annotated[
-        Literal["fcfs", "priority"], msgspec.Meta(description="whose turn it is; priority: lowest value first")
+        str,
+        msgspec.Meta(
+            description="whose turn it is: fcfs, priority (lowest value first), fair (equal share for each tenant), "
+            "srf (shortest remaining first), or a class of your own as package.module:Class"
+        ),
     ] = "fcfs"
+    policy_options: Annotated[
+        list[str],
+        msgspec.Meta(
+            description="the policy's options as name=number; fair: input_cost, output_cost, weight.TENANT; srf: ageing"
+        ),
+    ] = []
     max_waiting: Annotated[int, msgspec.Meta(description="most requests that may wait for a place", ge=0)] = 4096
     enable_prefix_caching: Annotated[
         bool, msgspec.Meta(description="share KV blocks between requests with the same beginning")

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from quartet.services.scheduler.free_block_queue import KVCacheBlock
 from quartet.services.scheduler.kv_cache_manager import KVCacheManager
 from quartet.services.scheduler.plan import PlanInFlight
-from quartet.services.scheduler.queue import POLICIES, RequestQueue
+from quartet.services.scheduler.policies import Policy
+from quartet.services.scheduler.policies.load import load_policy
+from quartet.services.scheduler.queue import RequestQueue
 from quartet.services.scheduler.request import Request, RequestStatus
 from quartet.services.scheduler.rows import Rows
 from quartet.shared.log import get_logger
@@ -37,6 +39,8 @@ class Totals:
 class SchedulerState:
     """A waiting or preempted request holds no blocks and no row; a running one holds both.
 
+    Raises SettingsError when the settings name a policy that cannot be used.
+
     running      all with a row; `prefilling` are those of them with known tokens still to schedule
     died         unfinished requests that have not passed yet where they last died with an executor
     suspects     those of them that have died MAX_DEATHS times
@@ -45,9 +49,10 @@ class SchedulerState:
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self.settings = settings
-        policy = POLICIES[settings.policy]()
-        self.waiting = RequestQueue(policy)
-        self.preempted = RequestQueue(policy)
+        self.policy = load_policy(settings.policy, settings.policy_options)
+        self.policy_counts_tokens = type(self.policy).served is not Policy.served
+        self.waiting = RequestQueue(self.policy)
+        self.preempted = RequestQueue(self.policy)
         self.running: dict[Request, None] = {}
         self.prefilling: dict[Request, None] = {}
         self.died: dict[Request, None] = {}
@@ -86,6 +91,7 @@ class SchedulerState:
     def enqueue(self, request: Request, *, came_back: bool) -> None:
         """`came_back`: it has been running already, here or at another scheduler, and goes first."""
         request.status = RequestStatus.PREEMPTED if came_back else RequestStatus.WAITING
+        self.policy.waits(request)
         (self.preempted if came_back else self.waiting).add(request)
 
     def admit(self, request: Request, computed_blocks: list[KVCacheBlock]) -> None:
@@ -101,6 +107,7 @@ class SchedulerState:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             self.totals.prompt_tokens += request.num_prompt_tokens
             self.totals.cached_tokens += request.num_cached_tokens
+            self.policy.admitted(request)
             if request.num_past_tokens:
                 num_recomputed_tokens = len(request.token_ids) - request.num_computed_tokens
                 _log.debug("resumed", request_id=request.request_id, num_recomputed_tokens=num_recomputed_tokens)
@@ -185,3 +192,4 @@ class SchedulerState:
 
     def _dequeue(self, request: Request) -> None:
         (self.waiting if request.status is RequestStatus.WAITING else self.preempted).remove(request)
+        self.policy.waits_no_more(request)

@@ -60,8 +60,14 @@ def apply_result(state: SchedulerState, result: StepResult) -> StepUpdate:
         _pass_prompt_logprobs(plan, result.prompt_logprobs, update)
     if state.died:
         _acquit(state, plan)
+    if state.policy_counts_tokens:
+        state.policy.served([r for r in sampling if _gets_token(r, update)])
     _append_tokens(state, sampling, token_ids, itertools.repeat(None) if logprobs is None else logprobs, update)
     return update
+
+
+def _gets_token(request: Request, update: StepUpdate) -> bool:
+    return request.status < RequestStatus.FINISHED and request.scoring is None and request.group not in update.failed
 
 
 def _append_tokens(

@@ -132,6 +132,7 @@ class Sim:
         n: int = 1,
         salt: str = "",
         priority: int = 0,
+        tenant: str = "",
         pasts: dict[int, list[int]] | None = None,
         attempt: int = 1,
         prompt_logprobs_start: int = 0,
@@ -150,6 +151,7 @@ class Sim:
             choices=[],
             priority=priority,
             cache_salt=salt,
+            tenant=tenant,
             prompt_logprobs_start=prompt_logprobs_start,
         )
         asked = Asked(message, owner, attempt, added_at=self.num_events)

@@ -18,7 +18,7 @@ MakeSim = Callable[..., Any]
 
 def a_request(request_id: int = 1) -> Request:
     message = NewRequest(request_id, 1, [5], SamplingParams(max_tokens=4), [2], [ChoicePast(0)])
-    return Request(RequestGroup(message, Owner("o"), request_id), message.choices[0])
+    return Request(RequestGroup(message, Owner("o"), request_id, 0.0), message.choices[0])
 
 
 def test_columns_are_little_endian() -> None:
