@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
+import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,9 +54,7 @@ def _import(name: str) -> type[Policy]:
     if not (module and colon and attribute):
         raise SettingsError(f"policy: must be one of {', '.join(POLICIES)} or package.module:Class, got {name!r}")
     try:
-        kind: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            kind = getattr(kind, part)
+        kind: Any = pkgutil.resolve_name(name)
     except Exception as error:  # a module may raise anything while it is imported
         raise SettingsError(f"policy: cannot load {name}: {type(error).__name__}: {error}") from error
     if not (isinstance(kind, type) and issubclass(kind, Policy)):
