@@ -18,7 +18,7 @@ import pytest
 
 from quartet.services.scheduler.core import SchedulerCore
 from quartet.services.scheduler.settings import SchedulerSettings
-from quartet.shared import link, messages, sampling_params, transport
+from quartet.shared import handshake, link, messages, sampling_params, transport
 from quartet.shared.block_hash import block_hash, hash_root, pack_token_ids
 from quartet.shared.messages import (
     Finish,
@@ -61,14 +61,7 @@ def wire_default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return ""
     value = field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-    return (
-        {True: "true", False: "false", None: "nil", "": '""'}.get(value, str(value)) if _hashable(value) else str(value)
-    )
-
-
-def _hashable(value: Any) -> bool:
-    # 0 and 1 equal False and True, and would be found as those.
-    return isinstance(value, (bool, str)) or value is None
+    return {"None": "nil", "True": "true", "False": "false", "": '""'}.get(str(value), str(value))
 
 
 def structs() -> list[type[msgspec.Struct]]:
@@ -129,14 +122,24 @@ def test_enumerations() -> None:
         assert f"| `{kind.__name__}` | {values} |" in DOC
 
 
-@pytest.mark.parametrize("module", [messages, link, transport])
+MODULES = [messages, link, transport, handshake]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_constants(module: types.ModuleType) -> None:
     told = dict(re.findall(r"^\| ([A-Z_]+) \| (\S+) \|", DOC, re.M))
-    assert len(told) == 11
+    assert len(told) == 12
     known = {name: value for name, value in vars(module).items() if name in told}
     assert known
     assert {name: str(value) for name, value in known.items()} == {name: told[name] for name in known}
-    assert all(any(hasattr(m, name) for m in (messages, link, transport)) for name in told)
+    assert all(any(hasattr(m, name) for m in MODULES) for name in told)
+
+
+def test_bounds_of_a_model() -> None:
+    powers = {1: "1", 2**16: "2¹⁶", 2**23: "2²³", 2**31 - 1: "2³¹ − 1"}
+    meanings = {row[1]: row[4] for row in SECTIONS["ModelInfo"].rows}
+    for name, (least, most) in handshake._LIMITS.items():
+        assert meanings[f"`{name}`"].endswith(f"; from {powers[least]} … {powers[most]}")
 
 
 # --- example frames -------------------------------------------------------------------------------
