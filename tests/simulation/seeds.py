@@ -1,0 +1,9 @@
+"""Seeds that once failed, and what each found. They are run always.
+
+A seed stands for a whole run only as long as the simulation draws its chances in the same order; when
+that changes, an old seed is one more run like any other.
+"""
+
+FOUND: dict[int, str] = {
+    967: "an executor that hangs after the last fault is waited for",
+}
