@@ -205,7 +205,9 @@ class Link:
         if now >= self._beat_at:
             self.announce()
         self.run_pending()
-        return max(0.001, self._beat_at - now)
+        # A little late, so that the silence is too long by then; not up to a beat later.
+        silence = (peer.seen_at + self._silent_after + 0.01 for peer in self.peers.values())
+        return max(0.001, min([self._beat_at, *silence]) - now)
 
     def _break(self, peer: Peer, reason: str) -> None:
         peer.alive = False

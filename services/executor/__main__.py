@@ -40,7 +40,9 @@ def main() -> None:
     Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     status_file = StatusFile(status_path(settings.run_dir, "executor"))
     loop = ExecutorLoop(runner, first_epoch())
-    ExecutorService(loop, settings.scheduler_address(), identity, status_file, settings.curve_keys).run()
+    ExecutorService(
+        loop, settings.scheduler_address(), identity, status_file, settings.curve_keys, settings.drain_timeout
+    ).run()
 
 
 def _exit_at_once(signum: int, frame: FrameType | None) -> None:

@@ -15,6 +15,9 @@ from quartet.shared.log import get_logger
 from quartet.shared.messages import AnyMessage
 from quartet.shared.transport import ThreadDialer
 
+DRAIN_DECISION = 0.1
+LEAVE_POLL = 0.02
+
 log = get_logger()
 
 
@@ -22,7 +25,13 @@ class ExecutorService:
     """Serves the scheduler at `address` until SIGTERM or SIGINT; a second signal ends it at once."""
 
     def __init__(
-        self, loop: ExecutorLoop, address: str, identity: Identity, status_file: StatusFile | None, curve_keys: str = ""
+        self,
+        loop: ExecutorLoop,
+        address: str,
+        identity: Identity,
+        status_file: StatusFile | None,
+        curve_keys: str = "",
+        drain_timeout: float = 30.0,
     ) -> None:
         self._loop = loop
         self._inbox: queue.SimpleQueue[tuple[Peer, AnyMessage] | None] = queue.SimpleQueue()
@@ -30,19 +39,29 @@ class ExecutorService:
         self._num_received = 0
         self._num_handled = 0
         self._stopping = False
+        self._stopped_at = 0.0
+        self._drain_timeout = drain_timeout
         self._address = address
         self._link = ThreadDialer(address, identity, self, self._status, status_file=status_file, curve_keys=curve_keys)
         self._status_file = status_file
 
     def run(self) -> None:
-        """Blocks in the main thread; returns after the step that runs when the first signal comes."""
+        """Blocks in the main thread; returns soon after the first signal, with the plans that had come run to
+        their end. Where the scheduler is draining too, the line is being stopped: then it serves until that
+        one has gone, for at most `drain_timeout` seconds."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_signal)
         self._link.start()
         log.info("ready", scheduler_link=self._address)
-        while not self._stopping and (item := self._inbox.get()) is not None:
+        while not self._may_leave():
+            try:
+                item = self._inbox.get(timeout=LEAVE_POLL if self._stopping else None)
+            except queue.Empty:
+                continue
+            if item is None:  # the signal's, which ends the wait
+                continue
             peer, message = item
-            if not self._stopping and peer.alive:
+            if peer.alive:
                 answer = self._loop.handle(message)
                 if answer is not None:
                     self._link.send(answer, peer)
@@ -62,10 +81,20 @@ class ExecutorService:
             draining=self._stopping,
         )
 
+    def _may_leave(self) -> bool:
+        if not self._stopping or not self._inbox.empty():
+            return False
+        waited, scheduler = time.monotonic() - self._stopped_at, self._link.peer
+        if scheduler is None or not scheduler.alive or waited > self._drain_timeout:
+            return True
+        # Who was stopped together with this process has said so by then.
+        return waited > DRAIN_DECISION and not scheduler.draining
+
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._stopping:
             os._exit(128 + signum)
         self._stopping = True
+        self._stopped_at = time.monotonic()
         self._inbox.put(None)
         self._link.announce()
 

@@ -31,6 +31,9 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown
         float, Meta(description="share of the memory left after loading that KV memory may take", gt=0, le=1)
     ] = 0.25
     num_threads: Annotated[int, Meta(description="CPU threads; 0: as quota and affinity allow", ge=0)] = 0
+    drain_timeout: Annotated[
+        float, Meta(description="seconds that a scheduler that is draining too is served after SIGTERM", ge=0)
+    ] = 30.0
     scheduler_link: Annotated[
         str, Meta(description="address of the scheduler to dial; empty: the socket in run_dir")
     ] = ""

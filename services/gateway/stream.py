@@ -11,7 +11,8 @@ from quartet.shared.sampling_params import SamplingParams, TextParams
 
 if TYPE_CHECKING:
     from quartet.services.gateway.subscription import Subscription
-    from quartet.services.gateway.tokenizer import Tokenizer
+    from quartet.services.gateway.tokenizer import Peer, Tokenizer
+    from quartet.shared.messages import Abort
 
 
 class Stream:
@@ -50,6 +51,7 @@ class Stream:
         # Ids mean something only to the model and the tokenizer that made them.
         self.fingerprints: tuple[str, str] | None = None
         self.tokenizer: Tokenizer | None = None
+        self.left: tuple[Peer, Abort] | None = None
         self.waiting_since: float | None = None
         self.refused_by: set[Tokenizer] = set()
         self.gaps = 0

@@ -215,6 +215,7 @@ class StreamTable:
         elif tokenizer.stalled_since is None:
             tokenizer.stalled_since = self._clock()
         self._leave_stalled()
+        self._leave_draining()
         if tokenizer.usable:
             for stream in list(self._waiting.values()):
                 stream.refused_by.discard(tokenizer)
@@ -230,6 +231,10 @@ class StreamTable:
                     self._on_delta(tokenizer, delta)
             case Accepted():
                 stream = self._current(tokenizer, message.request_id, message.attempt)
+                if stream is not None and stream.left is not None:
+                    peer_left, abort = stream.left
+                    stream.left = None
+                    peer_left.send(abort)
                 if stream is not None and not stream.accepted:
                     stream.accept(message.prompt_token_ids, tokenizer.fingerprints)
                     self._wake(stream)
@@ -315,6 +320,18 @@ class StreamTable:
                 # Should it wake up, the lower attempt tells everyone to the right to ignore this.
                 self._send_abort(stream)
                 self._place(stream)
+
+    def _leave_draining(self) -> None:
+        """Streams of a tokenizer that wants to leave go on at another one, where there is one."""
+        for tokenizer in self.tokenizers.values():
+            if tokenizer.peer.draining and not self.draining:
+                for stream in list(tokenizer.streams.values()):
+                    if self._pick(stream) is None:
+                        break
+                    # It is told to forget the stream when the next one has it, so that the scheduler goes on with it.
+                    left = (tokenizer.peer, Abort(stream.request_id, stream.attempt))
+                    if self._place(stream):
+                        stream.left = left
 
     def _resubmit_after_gap(self, stream: Stream) -> None:
         stream.gaps += 1

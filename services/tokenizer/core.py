@@ -76,6 +76,7 @@ class TokenizerCore:
         clock: Callable[[], float],
         attach_grace: float = 30.0,
         max_retained_bytes: int = 256 << 20,
+        recovery_deadline: float = 60.0,
     ) -> None:
         self.model: ModelInfo | None = None
         self.draining = False
@@ -84,7 +85,9 @@ class TokenizerCore:
         self._attach_grace = attach_grace
         self._max_retained_bytes = max_retained_bytes
         self._gateways: set[GatewayKey] = set()
+        self._recovery_deadline = recovery_deadline
         self._scheduler_is_up = False
+        self._no_scheduler_since = clock()
         self._pending: dict[int, _Pending] = {}
         self._requests: dict[int, Request] = {}
         self._calls: dict[int, _Call] = {}
@@ -95,6 +98,12 @@ class TokenizerCore:
     @property
     def num_unfinished(self) -> int:
         return len(self._pending) + sum(1 for r in self._requests.values() if r.finished_at is None)
+
+    @property
+    def num_owed(self) -> int:
+        """Unfinished requests that a gateway is there to wait for."""
+        requests = self._requests.values()
+        return len(self._pending) + sum(r.finished_at is None and r.owner is not None for r in requests)
 
     @property
     def num_retained(self) -> int:
@@ -201,6 +210,7 @@ class TokenizerCore:
     def scheduler_down(self) -> None:
         """Requests are held until it, or another, comes."""
         self._scheduler_is_up = False
+        self._no_scheduler_since = self._clock()
         for call in self._calls.values():
             self._to_gateway(call.owner, CallFailed(call.call_id, ErrorCode.UNAVAILABLE, "the scheduler went away"))
         self._calls.clear()
@@ -261,6 +271,11 @@ class TokenizerCore:
                 self._to_gateway(
                     call.owner, CallFailed(call.call_id, ErrorCode.UNAVAILABLE, "the scheduler did not answer")
                 )
+        deadline = self._recovery_deadline
+        if not self._scheduler_is_up and now - self._no_scheduler_since >= deadline:
+            for request in [r for r in self._requests.values() if r.unfinished]:
+                reason = f"no scheduler was there for {deadline:g} s"
+                self.failed(Failed(request.request_id, request.attempt, ErrorCode.UNAVAILABLE, reason))
         idle: list[tuple[float, Request]] = []
         for request in list(self._requests.values()):
             since = request.finished_at if request.finished_at is not None else request.orphaned_at

@@ -59,7 +59,9 @@ class TokenizerService:
         template: ChatTemplate,
         model_fingerprint: str = "",
     ) -> None:
-        self.core = TokenizerCore(loaded, time.monotonic, settings.attach_grace)
+        self.core = TokenizerCore(
+            loaded, time.monotonic, settings.attach_grace, recovery_deadline=settings.recovery_deadline
+        )
         self.identity = Identity(
             Role.TOKENIZER, settings.name or f"tokenizer-{os.getpid()}", tokenizer_fingerprint=loaded.fingerprint
         )
@@ -98,12 +100,13 @@ class TokenizerService:
         self._timer = self._loop.call_later(TICK, self._tick)
 
     async def drain(self) -> None:
-        """No new requests; returns when the running ones have ended, or after drain_timeout."""
+        """No new requests; returns when the running ones have ended or moved, or after drain_timeout. A gateway
+        that has gone is not waited for."""
         self.core.draining = True
         for link in (self._scheduler, *self._gateways):
             link.announce()
         deadline = time.monotonic() + self._drain_timeout
-        while (left := self.core.num_unfinished) and time.monotonic() < deadline:
+        while (left := self.core.num_owed) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         if left:
             _log.warning("drain timeout: streams are left to other tokenizers", num_unfinished=left)

@@ -22,6 +22,9 @@ class TokenizerSettings(CommonSettings, frozen=True, kw_only=True):
     attach_grace: Annotated[
         float, Meta(description="seconds that a request outlives its gateway, and a finished one its end", ge=0)
     ] = 30.0
+    recovery_deadline: Annotated[
+        float, Meta(description="seconds that requests wait for a scheduler before they end", gt=0)
+    ] = 60.0
     drain_timeout: Annotated[
         float, Meta(description="seconds that running streams are given to end on SIGTERM", ge=0)
     ] = 30.0
