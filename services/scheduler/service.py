@@ -60,7 +60,12 @@ class SchedulerService:
         self._status_file = StatusFile(status_path(settings.run_dir, "scheduler"))
         self._executors = _ExecutorSide(self)
         self.executor_link = Binder(
-            settings.executor_address, self.identity, self._executors, self.status, accept=self._refuse_executor
+            settings.executor_address,
+            self.identity,
+            self._executors,
+            self.status,
+            accept=self._refuse_executor,
+            curve_keys=settings.curve_keys,
         )
         self.tokenizer_link = Binder(
             settings.tokenizer_address,
@@ -69,6 +74,7 @@ class SchedulerService:
             self.status,
             accept=self._refuse_tokenizer,
             status_file=self._status_file,
+            curve_keys=settings.curve_keys,
         )
 
     async def start(self) -> None:
