@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jinja2
 
+from quartet.services.tokenizer.byte_level import byte_tokenizer
 from quartet.services.tokenizer.chat_template import ChatTemplate
 from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.loaders import load_tokenizer
@@ -52,7 +53,7 @@ async def run(settings: TokenizerSettings, template_setting: str | None) -> int:
 
     def load() -> tuple[ModelFiles, LoadedTokenizer, ChatTemplate]:
         files = resolve_model(settings.model)
-        loaded = load_tokenizer(files.path)
+        loaded = byte_tokenizer() if settings.tokenizer == "byte" else load_tokenizer(files.path)
         return files, loaded, build_template(loaded, settings, template_setting)
 
     stopped = asyncio.ensure_future(stop.wait())

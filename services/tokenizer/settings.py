@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -15,6 +15,10 @@ class TokenizerSettings(CommonSettings, frozen=True, kw_only=True):
         list[str], Meta(description="addresses of the gateways to serve; empty: the one in run_dir")
     ] = []
     scheduler_link: Annotated[str, Meta(description="address of the scheduler; empty: the one in run_dir")] = ""
+    tokenizer: Annotated[
+        Literal["auto", "byte"],
+        Meta(description="auto: the model's own; byte: every byte is a token (for tests and study, needs no files)"),
+    ] = "auto"
     chat_template: Annotated[
         str, Meta(description="jinja2 chat template, or a file with one, in place of the model's own")
     ] = ""
