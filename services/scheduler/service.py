@@ -337,7 +337,12 @@ async def serve(settings: SchedulerSettings) -> int:
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
-        _log.info("serving", tokenizer_link=service.tokenizer_link.address, executor_link=service.executor_link.address)
+        _log.info(
+            "serving",
+            policy=settings.policy,
+            tokenizer_link=service.tokenizer_link.address,
+            executor_link=service.executor_link.address,
+        )
         await stopping
         _log.info("draining", num_unfinished=service.core.num_unfinished)
         service.drain()
