@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -50,28 +51,27 @@ class RequestQueue:
 
     def in_turn(self) -> Iterator[Request]:
         """Each one is chosen when it is asked for. The one given last may leave before that, no other may."""
-        passed = dict.fromkeys(self._flows, 0)
-        while passed:
-            name = self._whose_turn(passed)
-            requests, i = self._flows[name].requests, passed[name]
-            request = requests[i]
+        rank = self._policy.rank
+        # Compared by rank, then key; keys are distinct, so the rest never is.
+        turns = [(rank(name), flow.keys[0], 0, name, flow) for name, flow in self._flows.items()]
+        heapq.heapify(turns)
+        while turns:
+            _, _, i, name, flow = turns[0]
+            request = flow.requests[i]
             yield request
-            if i < len(requests) and requests[i] is request:
-                passed[name] = i = i + 1
-            if i == len(requests):
-                del passed[name]
+            if i < len(flow.requests) and flow.requests[i] is request:
+                i += 1
+            if i < len(flow.requests):
+                # What it was given counts for whose turn is next.
+                heapq.heapreplace(turns, (rank(name), flow.keys[i], i, name, flow))
+            else:
+                heapq.heappop(turns)
 
     def first(self, count: int) -> list[Request]:
         """The first `count` of the flow whose turn it is: who of them goes first is nobody else's loss."""
-        if not self._flows:
-            return []
-        return self._flows[self._whose_turn(dict.fromkeys(self._flows, 0))].requests[:count]
-
-    def _whose_turn(self, passed: dict[Hashable, int]) -> Hashable:
-        if len(passed) == 1:
-            return next(iter(passed))
-        rank, flows = self._policy.rank, self._flows
-        return min(passed, key=lambda name: (rank(name), flows[name].keys[passed[name]]))
+        rank = self._policy.rank
+        turn = min(((rank(name), flow.keys[0], flow) for name, flow in self._flows.items()), default=None)
+        return turn[2].requests[:count] if turn else []
 
     def __len__(self) -> int:
         return self._size

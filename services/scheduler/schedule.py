@@ -62,7 +62,7 @@ class StepScheduler:
 
         budget = state.max_num_batched_tokens - len(plan.decodes)
         if budget and (state.prefilling or state.preempted or state.waiting):
-            self._blocked = False
+            self._blocked = not state.rows.num_free
             reserve = min(budget - 1, math.ceil(budget * state.settings.short_prompt_share))
             left = self._prefill_in_order(plan, budget - reserve)
             if left == 0 and reserve:

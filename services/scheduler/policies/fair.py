@@ -58,8 +58,7 @@ class FairPolicy(Policy):
     def waits(self, request: Request) -> None:
         tenant = request.group.tenant
         if not self._num_waiting[tenant]:
-            others = [self.counter(other) for other, count in self._num_waiting.items() if count]
-            level = min(others) if others else self.counter(self._last_waited)
+            level = min(map(self.counter, self._num_waiting), default=self.counter(self._last_waited))
             self._counters[tenant] = max(self.counter(tenant), level)
         self._num_waiting[tenant] += 1
         if len(self._counters) > MAX_TENANTS:
