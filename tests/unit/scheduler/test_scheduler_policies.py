@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -295,3 +296,24 @@ def test_memory_is_taken_from_who_has_most_left(
     assert sim.core.state.totals.preemptions > 0
     sim.run()
     sim.check_finished(asked[taken])
+
+
+# --- one's own ----------------------------------------------------------------------------------
+
+
+def test_the_example_in_the_docs(make_sim: MakeSim, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(pathlib.Path(__file__).parents[3] / "docs" / "examples")
+    options = {"policy": "batch_last:BatchLast", "policy_options": ["patience=5"]}
+    sim = make_sim(model={"max_num_seqs": 1}, **options)
+    running = sim.ask([5], max_tokens=6)
+    step(sim)
+    batch = sim.ask([6], tenant="batch-nightly", max_tokens=2)
+    step(sim, 2)
+    soon = sim.ask([7], tenant="someone", max_tokens=2)
+    sim.now += 6
+    late = sim.ask([8], tenant="someone", max_tokens=2)
+    ended = []
+    while len(ended) < 4:
+        step(sim)
+        ended += [a for a in (running, batch, soon, late) if a.done and a not in ended]
+    assert ended == [running, soon, batch, late]
