@@ -35,6 +35,7 @@ def build_parser(command: str, description: str, epilog: str) -> argparse.Argume
         help="the server's gRPC address (default: %(default)s; env: QUARTET_ADDRESS)",
     )
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait this long for the server to be ready")
+    parser.add_argument("--tenant", metavar="NAME", help="whom this is accounted to, where tenants share the server")
     sampling = parser.add_argument_group("sampling")
     for flag, kind, text in SAMPLING:
         sampling.add_argument(flag, type=kind, metavar="N", help=text)
@@ -44,7 +45,7 @@ def build_parser(command: str, description: str, epilog: str) -> argparse.Argume
 
 def sampling_of(options: argparse.Namespace) -> dict[str, Any]:
     """Only what was given: the server has the defaults and the limits."""
-    names = [flag.removeprefix("--").replace("-", "_") for flag, _, _ in SAMPLING] + ["stop"]
+    names = [flag.removeprefix("--").replace("-", "_") for flag, _, _ in SAMPLING] + ["stop", "tenant"]
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
