@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from simulation.processes import GatewayNode, ServerCall
 from simulation.vocabulary import EOS, POISON, encode, text_of
-from support.fake_executor import continuation
+from support.fake_executor import chain_start, continuation
 
 from quartet.services.gateway.convert import stream_from
+from quartet.shared.block_hash import hash_root
 from quartet.shared.client.request import build_request
 from quartet.shared.client.state import Chunk, InferenceError, State
-from quartet.shared.messages import FinishReason, NewRequest, TokensPrompt
+from quartet.shared.messages import FinishReason, NewRequest
 from quartet.shared.pb import inference_pb2 as pb
 from quartet.shared.sampling_params import RequestLimits
 
@@ -67,6 +68,7 @@ class Client:
         self.aborts_at = aborts_at
         self.aborted = False
         self.done = False
+        self.left = False
         self.error: InferenceError | None = None
         self.num_chunks = 0
         self.received: dict[int, Received] = {}
@@ -163,7 +165,7 @@ class Client:
 
     def leave(self) -> None:
         """For good."""
-        self.done = True
+        self.done = self.left = True
         if self._call is not None:
             self.world.at(self.world.latency(), self._call.node.process, self._call.cancel)
 
@@ -177,20 +179,36 @@ class Client:
 
     def _expect(self) -> None:
         stream = stream_from(self.state.request, 0, RequestLimits(), 1e9)
-        sampling, text = stream.sampling, stream.text
-        message = NewRequest(0, 0, self.prompt_token_ids, sampling, [EOS], [], cache_salt=stream.cache_salt)
-        assert stream.prompt is not None and isinstance(sampling.seed, int)
-        assert isinstance(stream.prompt, TokensPrompt) or self.state.request.text
-        silent = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else frozenset([EOS]))
-        for index in stream.choices:
-            token_ids, reason = continuation(message, index, [], self.world.profile.model)
-            whole, count, stop = text_of(token_ids, silent, list(text.stop), sampling.min_tokens)
-            stop_reason: int | str | None = None
-            if stop:
-                token_ids, reason, stop_reason = token_ids[:count], FinishReason.STOP, stop
-            elif reason is FinishReason.STOP and (token_ids[-1] != EOS or sampling.ignore_eos):
-                stop_reason = token_ids[-1]
-            self.expected[index] = Expected(token_ids, whole, REASONS[reason], stop_reason)
+        self._sampling, self._stops = stream.sampling, list(stream.text.stop)
+        self._message = NewRequest(0, 0, self.prompt_token_ids, self._sampling, [EOS], [], cache_salt=stream.cache_salt)
+        ends = frozenset() if self._sampling.ignore_eos else frozenset([EOS])
+        self._silent = ends | frozenset(self._sampling.stop_token_ids)
+        self._chains = dict.fromkeys(stream.choices, self._prompt_chain())
+        if not self.world.profile.diverges:
+            self.expected = {index: self._whole(index, []) for index in stream.choices}
+
+    def _prompt_chain(self) -> int:
+        salt = self._message.cache_salt
+        chain = chain_start(hash_root([("cache_salt", salt)] if salt else []))
+        for token_id in self.prompt_token_ids:
+            chain = hash((chain, token_id))
+        return chain
+
+    def _whole(self, index: int, past: list[int]) -> Expected:
+        """What a choice with these tokens comes to, when nothing disturbs it."""
+        sampling = self._sampling
+        token_ids, reason = continuation(self._message, index, past, self.world.profile.model)
+        for count in range(max(1, sampling.min_tokens), len(token_ids)):
+            if token_ids[count - 1] in self._silent:  # it ought to have ended here
+                token_ids, reason = token_ids[:count], FinishReason.STOP
+                break
+        text, count, stop = text_of(token_ids, self._silent, self._stops, sampling.min_tokens)
+        if stop:
+            return Expected(token_ids[:count], text, "stop", stop)
+        stop_reason = None
+        if reason is FinishReason.STOP and (token_ids[-1] != EOS or sampling.ignore_eos):
+            stop_reason = token_ids[-1]
+        return Expected(token_ids, text, REASONS[reason], stop_reason)
 
     def _respond(self, response: Any) -> None:
         world = self.world
@@ -227,16 +245,28 @@ class Client:
             self.world.violation(f"{self.name}: log-probabilities of other tokens: {chunk}")
         if self.is_poisoned:
             return
+        if self.world.profile.diverges:
+            self._check_sampled(chunk)
+            return
         expected = self.expected[chunk.index]
         if received.token_ids != expected.token_ids[: len(received.token_ids)]:
             self.world.violation(f"{self.name}: tokens {received.token_ids} instead of {expected.token_ids}")
         if not expected.text.startswith(received.text):
             self.world.violation(f"{self.name}: text {received.text!r} instead of {expected.text!r}")
 
+    def _check_sampled(self, chunk: Chunk) -> None:
+        """Each token must once have been drawn after exactly those that the client has."""
+        chain = self._chains[chunk.index]
+        for place, token_id in enumerate(chunk.token_ids, chunk.start):
+            if (self._sampling.seed, chunk.index, chain, token_id) not in self.world.sampled:
+                self.world.violation(f"{self.name}: token {place} of choice {chunk.index} never followed those before")
+            chain = hash((chain, token_id))
+        self._chains[chunk.index] = chain
+
     def _check_end(self) -> None:
         violation = self.world.violation
         total = 0
-        indices = self.expected if not self.is_poisoned else self.received
+        indices = range(self.options.get("n") or 1)
         for index in indices:
             received = self.received.get(index, Received())
             total += len(received.token_ids)
@@ -245,7 +275,7 @@ class Client:
             if self.is_poisoned:
                 violation(f"{self.name}: poison was survived: {received}")
                 continue
-            expected = self.expected[index]
+            expected = self.expected.get(index) or self._whole(index, received.token_ids)
             got = Expected(received.token_ids, received.text, received.finish_reason or "", received.stop_reason)
             if got != expected:
                 violation(f"{self.name}: choice {index} ended as {got} instead of {expected}")

@@ -19,7 +19,7 @@ import grpc
 import structlog
 from simulation.network import SimBinder, SimDialer, set_world
 from simulation.vocabulary import LOADED, POISON
-from support.fake_executor import FakeRunner
+from support.fake_executor import FakeRunner, Row, next_token
 
 from quartet.services.executor.loop import ExecutorLoop
 from quartet.services.gateway import convert, stream_table
@@ -449,13 +449,16 @@ class SchedulerNode:
 
 
 class SimRunner(FakeRunner):
-    """Dies of a poisoned prompt, and fails a step when it is told to."""
+    """Dies of a poisoned prompt, and fails a step when it is told to. Where numerics diverge, a row may
+    go on otherwise than an earlier one with the same tokens; all that was ever sampled is known."""
 
     def __init__(self, model: ModelInfo, world: World, process: Process) -> None:
         super().__init__(model)
         self._world = world
         self._process = process
         self.fails_next = False
+        self._salts: dict[int, int] = {}
+        self._kept: list[Any] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
         try:
@@ -468,6 +471,19 @@ class SimRunner(FakeRunner):
             # The loop would take it for a failed step.
             self._world.violation(f"the executor was told what cannot be: {error!r}")
             raise
+
+    def _next_token(self, row: Row, chain: int, banned: frozenset[int]) -> int:
+        world = self._world
+        if not world.profile.diverges:
+            return super()._next_token(row, chain, banned)
+        salt = self._salts.get(id(row.new))
+        if salt is None:
+            salt = self._salts[id(row.new)] = world.random.choice((0, 0, 1, 2))
+            self._kept.append(row.new)
+        seed, choice = row.new.sampling.seed, row.new.choice_index
+        token_id = next_token(hash((chain, salt)) if salt else chain, seed, choice, self.model.vocab_size, banned)
+        world.sampled.add((seed, choice, chain, token_id))
+        return token_id
 
     def _write(self, index: int, row: Any, position: int) -> None:
         if row.tokens[position] == POISON and position < row.num_prompt:
@@ -517,7 +533,7 @@ class ExecutorNode:
             self.busy = True
             peer, message = self.inbox.popleft()
             duration = self.hangs_for or (
-                self.world.random.choice((0.003, 0.01, 0.03)) if isinstance(message, StepPlan) else 0.0005
+                self.world.random.choice(self.world.profile.step_times) if isinstance(message, StepPlan) else 0.0005
             )
             self.hangs_for = 0.0
             self.process.loop.call_later(duration, self._handle, peer, message, peer.alive)

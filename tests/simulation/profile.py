@@ -33,6 +33,7 @@ class Profile:
     grace: float
     recovery_deadline: float
     max_unread_bytes: int
+    latency: float
     slow_by: float
     p_stale: float
     num_clients: int
@@ -41,6 +42,8 @@ class Profile:
     faults: list[str]
     p_poison: float
     p_slow: float
+    step_times: tuple[float, ...]
+    diverges: bool
 
     @classmethod
     def draw(cls, r: random.Random) -> Profile:
@@ -63,8 +66,8 @@ class Profile:
         if r.random() < 0.1:
             slots.append(("executor2", Role.EXECUTOR))
         r.shuffle(slots)
-        calm = r.random() < 0.1
-        faults = r.sample(sorted(FAULTS), r.randint(1, len(FAULTS)))
+        calm = r.random() < 0.05
+        faults = r.sample(sorted(FAULTS), r.choice((1, 2, 2, 3, 3, 4, len(FAULTS))))
         p_slow = 0.5 if r.random() < 0.15 else 0.0
         return cls(
             slots=slots,
@@ -75,14 +78,17 @@ class Profile:
             grace=r.choice((0.5, 3.0, 3.0)),
             recovery_deadline=r.choice((2.0, 20.0)),
             max_unread_bytes=400 if p_slow else 1 << 20,
+            latency=r.choice((0.0001, 0.0001, 0.001, 0.05)),
             slow_by=r.choice((0.0, 0.01, 0.5)),
-            p_stale=r.choice((0.0, 0.1, 0.5)),
+            p_stale=r.choice((0.0, 0.1, 1.0)),
             num_clients=r.choice((1, 2, 3, 3, 4, 6)),
             faults_until=r.choice((0.5, 2.0, 5.0)),
             events_per_fault=float("inf") if calm else r.choice((8.0, 25.0, 60.0, 200.0)),
             faults=faults,
             p_poison=0.3 if r.random() < 0.1 else 0.0,
             p_slow=p_slow,
+            step_times=r.choice(((0.003, 0.01, 0.03), (0.003, 0.01, 0.03), (0.05, 0.2))),
+            diverges=r.random() < 0.5,
         )
 
     # --- faults -----------------------------------------------------------------------------------

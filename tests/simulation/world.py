@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quartet.shared.messages import AnyMessage
 
 # Virtual seconds in which all streams must end once faults have ceased, and then nothing be left.
-LIVENESS = 150.0
+LIVENESS = 300.0
 QUIET = 60.0
 MAX_EVENTS = 200_000
 
@@ -86,6 +86,8 @@ class World:
     clients: list[Client] = field(default_factory=list)
     on_heal: list[Callable[[], None]] = field(default_factory=list)
     lines: list[tuple[Any, ...]] = field(default_factory=list)
+    # (seed, choice, chain of all tokens before, token) that an executor has sampled, where they diverge.
+    sampled: set[tuple[int, int, int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -108,7 +110,7 @@ class World:
 
     def latency(self) -> float:
         spread = self.random.random()
-        return 0.0001 + 0.002 * spread * spread + (self.profile.slow_by if spread > 0.98 else 0.0)
+        return self.profile.latency * (1.0 + 10.0 * spread**4) + (self.profile.slow_by if spread > 0.98 else 0.0)
 
     def at(self, delay: float, process: Process | None, fn: Callable[..., Any], *args: Any) -> Event:
         """In `process`, unless it has died by then."""
@@ -178,6 +180,7 @@ class World:
                 names = [client.name for client in self.clients if not client.done]
                 self.violation(f"{', '.join(names)} never came to an end")
             self._step()
+        self._check_released()
         quiet_from = self.now
         while left := self.left_over():
             if self.now - quiet_from > QUIET:
@@ -185,6 +188,17 @@ class World:
             until = self.now + 0.5
             while self.now < until:
                 self._step()
+
+    def _check_released(self) -> None:
+        """Nothing need wait for a grace when nothing went wrong: the final token's Release frees all."""
+        if self.num_faults or any(client.error or client.left for client in self.clients):
+            return
+        until = self.now + 3.0
+        while self.now < until:
+            self._step()
+        left = [line for line in self.left_over() if not line.startswith("gateway")]
+        if left:
+            self.violation(f"not released: {'; '.join(left)}")
 
     def _all_done(self) -> bool:
         return all(client.done for client in self.clients)

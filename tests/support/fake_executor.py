@@ -215,8 +215,10 @@ class FakeRunner:
         stops = frozenset(sampling.stop_token_ids) | frozenset(row.new.eos_token_ids)
         num_outputs = len(row.tokens) - row.num_prompt
         banned = stops if num_outputs + 1 < sampling.min_tokens else frozenset()
-        chain = self._read(row, row.num_computed - 1)
-        return next_token(chain, sampling.seed, row.new.choice_index, self.model.vocab_size, banned)
+        return self._next_token(row, self._read(row, row.num_computed - 1), banned)
+
+    def _next_token(self, row: Row, chain: int, banned: frozenset[int]) -> int:
+        return next_token(chain, row.new.sampling.seed, row.new.choice_index, self.model.vocab_size, banned)
 
     def _prompt_logprobs(self, index: int, row: Row, first: int, end: int) -> list[RowPromptLogprobs]:
         due = row.new.prompt_logprobs_start
