@@ -15,7 +15,7 @@ from quartet.shared.log import get_logger
 from quartet.shared.messages import AnyMessage
 from quartet.shared.transport import ThreadDialer
 
-DRAIN_DECISION = 0.1
+DRAIN_DECISION = 0.3
 LEAVE_POLL = 0.02
 
 log = get_logger()

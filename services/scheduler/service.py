@@ -34,7 +34,7 @@ from quartet.shared.transport import AddressInUse, Binder, Identity, Status
 
 # Outputs are made and dropped by the thousand and hold no cycles; the default wakes the collector for each few.
 GC_THRESHOLD = 50_000
-DRAIN_DECISION = 0.05
+DRAIN_DECISION = 0.3
 HAND_OVER_TIMEOUT = 1.0
 
 _log = get_logger()

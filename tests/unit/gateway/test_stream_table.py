@@ -347,7 +347,7 @@ def test_a_draining_tokenizers_refusal_is_waited_out(bench):
 def test_prompt_logprobs_are_kept_once_and_asked_for_from_where_they_stopped(bench):
     one = bench.peer("one")
     subscription = bench.open(sampling=SamplingParams(prompt_logprobs=0))
-    submit = bench.accept(one)
+    submit = bench.accept(one, ids=range(5))
     entries = [None, *[m.TokenLogprobs(i, -1.0, 1) for i in range(4)]]
     bench.table.on_message(one, m.PromptLogprobs(submit.request_id, submit.attempt, 0, entries[:2]))
     two = bench.peer("two")
@@ -698,3 +698,48 @@ def test_cached_tokens_are_those_that_the_first_choice_found(bench):
         delta(submit, 1, [11], "b", 2, index=0, finish=end, num_cached_tokens=64),
     )
     assert subscription.pull()[-1] == Completed(3, 3, 16)
+
+
+# --- draining tokenizers ---
+
+
+def drain(bench, peer):
+    peer.draining = True
+    bench.table.on_status(peer)
+
+
+def test_streams_leave_a_draining_tokenizer_for_another(bench):
+    one = bench.peer("one")
+    subscription = bench.open()
+    submit = bench.accept(one)
+    bench.say(one, delta(submit, 0, [10], "a", 1))
+    two = bench.peer("two")
+    drain(bench, one)
+    again = two.last(Submit)
+    assert again.attempt > submit.attempt and again.choices[0].output_token_ids == [10]
+    assert not one.all(Abort), "the scheduler would end it before the other tokenizer has it"
+    bench.say(one, delta(submit, 1, [66], "x", 2))
+    bench.table.on_message(two, accepted(again))
+    assert one.all(Abort) == [Abort(submit.request_id, submit.attempt)]
+    bench.say(two, delta(again, 1, [11], "b", 2, finish=FinishReason.STOP))
+    events = subscription.pull()
+    assert text_of(events) == "ab" and ids_of(events) == [10, 11]
+    assert len(one.all(Abort)) == 1
+
+
+def test_streams_stay_with_a_draining_tokenizer_that_is_alone(bench):
+    one = bench.peer("one")
+    subscription = bench.open()
+    submit = bench.accept(one)
+    drain(bench, one)
+    bench.say(one, delta(submit, 0, [10], "a", 1, finish=FinishReason.STOP))
+    assert text_of(subscription.pull()) == "a" and len(one.all(Submit)) == 1
+
+
+def test_streams_move_when_a_successor_comes_up(bench):
+    one = bench.peer("one")
+    bench.open()
+    bench.accept(one)
+    drain(bench, one)
+    two = bench.peer("two")
+    assert len(two.all(Submit)) == 1

@@ -274,3 +274,17 @@ def test_a_field_that_a_newer_sender_appends_is_ignored():
     world.connect()
     world.binder.on_frame(b"t", world.binder.peers[b"t"].session, b"\x93\x06\x01\xa3new")
     assert world.right.log[-1] == ("message", GetLoads(1))
+
+
+def test_silence_is_noticed_when_it_is_too_long_not_at_the_next_beat():
+    world = World()
+    world.connect()
+    world.advance(0.5)
+    world.cut = True
+    begun = world.now
+    # As the timer does: the tick says when the next one is to be.
+    while (delay := world.dialer.tick()) and ("down", "s") not in world.left.log:
+        world.now += delay
+        assert world.now - begun < 5.0
+    limit = link_module.SILENT_BEATS * link_module.HEARTBEAT_INTERVAL
+    assert world.now - begun <= limit + 0.05

@@ -637,3 +637,36 @@ def test_whatever_happens_the_client_gets_the_undisturbed_text(
     assert finish is not None
     assert (got_ids, got_text) == (expected.token_ids, expected.text)
     assert (finish.finish_reason, finish.stop_reason) == (expected.finish_reason, expected.stop_reason)
+
+
+# --- nobody to wait for -----------------------------------------------------------------------
+
+
+def test_requests_do_not_wait_for_a_scheduler_for_ever(tiny: LoadedTokenizer, model_info: MakeModel) -> None:
+    bench = Bench(tiny, model_info(), recovery_deadline=20.0)
+    bench.submit(request_id=1)
+    bench.submit(request_id=2, gateway="h")
+    bench.output(0, "x", request_id=2, finish_reason=LENGTH)
+    bench.core.scheduler_down()
+    bench.take()
+    bench.now += 19.9
+    bench.core.tick()
+    assert bench.core.take() == []
+    bench.now += 0.1
+    bench.core.tick()
+    sent = bench.take()
+    failed = only(sent["g"], Failed)
+    assert (failed.request_id, failed.code) == (1, ErrorCode.UNAVAILABLE) and "20 s" in failed.message
+    assert sent["h"] == [] and bench.core.num_retained == 1
+    bench.core.scheduler_up()
+    assert bench.take()[None] == []
+
+
+def test_a_drain_does_not_wait_for_a_gateway_that_is_gone(bench: Bench) -> None:
+    bench.submit(request_id=1)
+    bench.submit(request_id=2, gateway="h")
+    assert bench.core.num_owed == 2
+    bench.core.gateway_down("g")
+    assert (bench.core.num_owed, bench.core.num_unfinished) == (1, 2)
+    bench.output(0, "x", request_id=2, finish_reason=LENGTH)
+    assert bench.core.num_owed == 0
