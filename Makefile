@@ -65,7 +65,7 @@ $(VENV)/bin/python:
 	$$python -m venv $(VENV)
 
 # One install after the other: pip does not like company (make -j).
-$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt setup.py $(wildcard services/executor/native/src/*)
 	@echo "installing Quartet into $(VENV) (the first time takes some minutes: torch is large)"
 	@$(PIP_INSTALL) -e '.[all]'
 	@touch $@

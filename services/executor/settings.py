@@ -18,9 +18,10 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown
             description="of weights and KV memory; auto: the model's, but 16 bits are float32 on a CPU without bfloat16"
         ),
     ] = "auto"
-    attention_backend: Annotated[Literal["auto", "torch_paged"], Meta(description="implementation of attention")] = (
-        "auto"
-    )
+    attention_backend: Annotated[
+        Literal["auto", "torch_paged"],
+        Meta(description="torch_paged: all in plain torch; auto: compiled kernels where the CPU and dtype allow them"),
+    ] = "auto"
     max_model_len: Annotated[int, Meta(description="most tokens of prompt and output; 0: as the model says", ge=0)] = 0
     max_num_seqs: Annotated[int, Meta(description="most sequences that run at a time", ge=1, le=4096)] = 256
     max_num_batched_tokens: Annotated[int, Meta(description="most tokens computed in one step", ge=1)] = 256

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
+from pathlib import Path
 
 import torch
 
 from quartet.services.executor.attention.torch_paged import TorchPagedAttention
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
-from quartet.services.executor.model_runner import ModelRunner
+from quartet.services.executor.model_runner import Model, ModelRunner
 from quartet.services.executor.models.config import ModelConfig, ModelError
+from quartet.services.executor.native.decoder import NativeDecoder, why_not
 from quartet.services.executor.resources import available_memory, has_native_bfloat16, num_cpus, num_kv_blocks
 from quartet.services.executor.settings import ExecutorSettings
-from quartet.services.executor.weights import DTYPES, load_config, load_decoder
+from quartet.services.executor.weights import DTYPES, load_config, load_decoder, load_with
 from quartet.shared.log import get_logger
 from quartet.shared.messages import ModelInfo
 from quartet.shared.model_files import resolve_model
@@ -37,7 +40,7 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
     num_kv_blocks(settings, max_model_len, bytes_per_block, available_memory())
     log.info("loading", model=files.name, dtype=dtype_name, num_threads=num_threads)
     started = time.monotonic()
-    decoder = load_decoder(files.path, dtype_name, device.type, _log_progress)
+    decoder = _load_model(settings, files.path, config, dtype_name, num_threads)
     log.info("loaded", seconds=round(time.monotonic() - started, 2))
 
     num_blocks = num_kv_blocks(settings, max_model_len, bytes_per_block, available_memory())
@@ -67,6 +70,26 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
         dtype=dtype_name,
         device=device.type,
     )
+
+
+def _load_model(settings: ExecutorSettings, path: Path, config: ModelConfig, dtype: str, num_threads: int) -> Model:
+    """On the compiled kernels where they can serve it, else in plain torch."""
+    reason = _why_plain(settings, config, dtype)
+    if reason is not None:
+        log.info("running in plain torch", reason=reason)
+        return load_decoder(path, dtype, progress=_log_progress)
+    build = functools.partial(NativeDecoder, block_size=settings.block_size, num_threads=num_threads)
+    decoder = load_with(build, path, dtype, progress=_log_progress)
+    log.info("running on compiled kernels", isa=decoder.isa.describe())
+    return decoder
+
+
+def _why_plain(settings: ExecutorSettings, config: ModelConfig, dtype: str) -> str | None:
+    if settings.attention_backend == "torch_paged":
+        return "attention_backend is torch_paged"
+    if dtype != "bfloat16":
+        return f"the compiled kernels compute in bfloat16, not {dtype}"
+    return why_not(config, settings.block_size)
 
 
 def pick_dtype(settings: ExecutorSettings, config: ModelConfig) -> str:

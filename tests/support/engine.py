@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,7 +13,10 @@ from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.loop import ExecutorLoop
 from quartet.services.executor.model_runner import ModelRunner
-from quartet.services.executor.weights import load_decoder
+from quartet.services.executor.models.config import ModelConfig
+from quartet.services.executor.models.decoder import LoadParameter
+from quartet.services.executor.native.decoder import NativeDecoder
+from quartet.services.executor.weights import load_decoder, load_with
 from quartet.services.scheduler.core import EXECUTOR, SchedulerCore
 from quartet.services.scheduler.settings import SchedulerSettings
 from quartet.shared import messages
@@ -36,9 +40,16 @@ class Engine:
     """One owner, one executor. Every message makes the trip through its encoding."""
 
     def __init__(
-        self, path: Path, *, num_blocks: int = 256, budget: int = 256, max_num_seqs: int = 64, dtype: str = "float32"
+        self,
+        path: Path,
+        *,
+        num_blocks: int = 256,
+        budget: int = 256,
+        max_num_seqs: int = 64,
+        dtype: str = "float32",
+        native: Callable[[ModelConfig, LoadParameter], NativeDecoder] | None = None,
     ) -> None:
-        decoder = load_decoder(path, dtype, "cpu")
+        decoder = load_decoder(path, dtype, "cpu") if native is None else load_with(native, path, "bfloat16")
         device = torch.device("cpu")
         self.config = decoder.config
         max_model_len = self.config.max_position_embeddings

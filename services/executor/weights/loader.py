@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from quartet.services.executor.models.config import ModelConfig, ModelError
-from quartet.services.executor.models.decoder import Decoder
+from quartet.services.executor.models.decoder import Decoder, LoadParameter
 from quartet.services.executor.models.parameters import EMBED_TOKENS, LM_HEAD, parameter_shapes
 from quartet.services.executor.weights.gguf_file import GGUFFile
 from quartet.services.executor.weights.safetensors_folder import SafetensorsFolder, read_folder_config
@@ -18,6 +19,7 @@ from quartet.services.executor.weights.source import WeightSource
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Progress = Callable[[int, int], None]
+Built = TypeVar("Built")
 
 
 def load_config(path: Path) -> ModelConfig:
@@ -28,7 +30,18 @@ def load_config(path: Path) -> ModelConfig:
 
 
 def load_decoder(path: Path, dtype: str = "auto", device: str = "cpu", progress: Progress | None = None) -> Decoder:
-    """Reads, checks and converts the weights tensor by tensor.
+    """The plain decoder of a model; see load_with."""
+    return load_with(Decoder, path, dtype, device, progress)
+
+
+def load_with(
+    build: Callable[[ModelConfig, LoadParameter], Built],
+    path: Path,
+    dtype: str = "auto",
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Built:
+    """Reads, checks and converts the weights tensor by tensor, each when `build` asks for it.
 
     dtype is "auto" (what the model was saved for; bfloat16 for GGUF) or one of DTYPES. `progress` is
     called with (parameters loaded, parameters in all) after each. Raises ModelError (a ValueError).
@@ -55,7 +68,7 @@ def load_decoder(path: Path, dtype: str = "auto", device: str = "cpu", progress:
             progress(total - len(pending), total)
         return parameter
 
-    decoder = Decoder(config, load)
+    decoder = build(config, load)
     if pending:
         raise AssertionError(f"the decoder left parameters unset: {sorted(pending)}")
     return decoder

@@ -1,5 +1,6 @@
 """bf16 costs less than 1 % of perplexity against transformers in fp32, on a fixed text and the real model."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import torch
 from support import oracle
 from support.engine import Engine
 
+from quartet.services.executor.native.decoder import NativeDecoder
+from quartet.services.executor.native.library import detect_isa
 from quartet.services.tokenizer.loaders import load_tokenizer
 from quartet.shared.model_files import resolve_model
 
@@ -20,16 +23,28 @@ def path():
     return resolve_model("smollm2-135m-instruct").path
 
 
-def test_bf16_keeps_the_perplexity(path):
+@pytest.fixture(scope="module")
+def reference(path):
+    """(the text's ids, transformers' mean negative log-probability of them)"""
     ids = load_tokenizer(path).tokenizer.encode(TEXT, add_special_tokens=False).ids
     assert len(ids) > 600
-    engine = Engine(path, dtype="bfloat16", num_blocks=80)
+    logprobs = torch.log_softmax(oracle.logits(oracle.smollm2(path), ids)[:-1], dim=-1)
+    found = -float(logprobs.gather(1, torch.tensor(ids[1:])[:, None]).mean())
+    assert 5 < math.exp(found) < 100, "the text is no test of the model"
+    return ids, found
+
+
+NATIVE = pytest.mark.skipif(not detect_isa(), reason="no compiled kernels here")
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("native", marks=NATIVE)])
+def test_bf16_keeps_the_perplexity(path, reference, kernels):
+    ids, expected = reference
+    native = functools.partial(NativeDecoder, block_size=16, num_threads=2) if kernels == "native" else None
+    engine = Engine(path, dtype="bfloat16", num_blocks=80, native=native)
     request_id = engine.add(ids, 0, prompt_logprobs=0)
     engine.run()
     entries = engine.prompt_logprobs[request_id]
     assert len(entries) == len(ids) and entries[0] is None
     ours = -sum(entry.logprob for entry in entries[1:]) / (len(ids) - 1)
-    logprobs = torch.log_softmax(oracle.logits(oracle.smollm2(path), ids)[:-1], dim=-1)
-    reference = -float(logprobs.gather(1, torch.tensor(ids[1:])[:, None]).mean())
-    assert 5 < math.exp(reference) < 100, "the text is no test of the model"
-    assert abs(math.exp(ours - reference) - 1) < 0.01, (math.exp(ours), math.exp(reference))
+    assert abs(math.exp(ours - expected) - 1) < 0.01, (math.exp(ours), math.exp(expected))

@@ -1,0 +1,220 @@
+"""The decoder whose step is one call into the compiled kernels; bfloat16 activations, weights in any Format."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from ctypes import c_void_p
+
+import torch
+
+from quartet.services.executor.attention.interface import AttentionBackend
+from quartet.services.executor.forward_batch import ForwardBatch
+from quartet.services.executor.kv_cache import KVCache
+from quartet.services.executor.models.config import ModelConfig
+from quartet.services.executor.models.parameters import EMBED_TOKENS, FINAL_NORM, LM_HEAD
+from quartet.services.executor.models.rope import RotaryEmbedding
+from quartet.services.executor.native.library import DecoderConfig, Format, Isa, Step, detect_isa, load_library
+
+LoadParameter = Callable[[str], torch.Tensor]
+
+_QKV, _OUTPUT, _GATE_UP, _DOWN, _HEAD = range(5)
+_INPUT_NORM, _POST_ATTENTION_NORM, _QUERY_NORM, _KEY_NORM, _FINAL_NORM = range(5)
+_FIRST_ANGLES = 2048
+
+
+def why_not(config: ModelConfig, block_size: int) -> str | None:
+    """What keeps the kernels from serving this model here, None when nothing does."""
+    if load_library() is None:
+        return "the kernels were not built"
+    if not detect_isa() & Isa.AVX512_BF16:
+        return "the CPU has no AVX-512 BF16"
+    if config.head_size % 32 or config.head_size > 512:
+        return f"head_size {config.head_size} is no multiple of 32 up to 512"
+    if block_size % 16:
+        return f"block_size {block_size} is no multiple of 16"
+    return None
+
+
+class NativeDecoder:
+    """A Model. K/V are kept in the cache's memory in the kernels' own order (see attention.h), so one cache serves
+    this decoder or the plain one, not both in turn. Its attention is its own: a backend passed in is not used."""
+
+    dtype = torch.bfloat16
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        load: LoadParameter,
+        *,
+        block_size: int,
+        num_threads: int,
+        isa: Isa | None = None,
+        layer_format: Format = Format.BF16,
+        head_format: Format = Format.BF16,
+    ) -> None:
+        """`load` gives each parameter of `parameter_shapes(config)` once. `isa` narrows what the CPU has.
+        Raises ValueError where `why_not` has a reason, MemoryError when memory is short."""
+        reason = why_not(config, block_size)
+        library = load_library()
+        if reason is not None or library is None:
+            raise ValueError(f"the compiled kernels cannot serve this model: {reason}")
+        self.config = config
+        self.isa = detect_isa() if isa is None else isa
+        self._library = library
+        self._block_size = block_size
+        self._layer_format = layer_format
+        handle = library.quartet_decoder_new(
+            DecoderConfig(
+                num_layers=config.num_layers,
+                hidden_size=config.hidden_size,
+                intermediate_size=config.intermediate_size,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                vocab_size=config.vocab_size,
+                block_size=block_size,
+                num_threads=num_threads,
+                isa=int(self.isa),
+                rms_norm_eps=config.rms_norm_eps,
+            )
+        )
+        if not handle:
+            raise MemoryError("cannot create the decoder")
+        self._handle = c_void_p(handle)
+        # Its threads end with it, before the interpreter does.
+        weakref.finalize(self, library.quartet_decoder_free, self._handle)
+
+        embed_tokens = load(EMBED_TOKENS)
+        for layer in range(config.num_layers):
+            self._load_layer(layer, load)
+        self._set_vector(0, _FINAL_NORM, load(FINAL_NORM))
+        if config.tie_word_embeddings:
+            self._set_matrix(0, _HEAD, head_format, embed_tokens)
+        else:
+            self._set_matrix(0, _HEAD, head_format, load(LM_HEAD))
+            _check_memory(library.quartet_decoder_set_embedding(self._handle, _bf16(embed_tokens).data_ptr()))
+
+        self._rotary = RotaryEmbedding(config.rope, config.head_size, self.device)
+        self._cos = self._sin = torch.empty(0)
+        self._logits = torch.empty(0, config.vocab_size)
+        self._cache: KVCache | None = None
+        self._keys = self._values = (c_void_p * 0)()
+
+    def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
+        """As Decoder.forward; hidden states [T, hidden_size] bfloat16."""
+        self._use_cache(kv_cache)
+        self._extend_angles(max(batch.seq_lens_list))
+        num_tokens = len(batch.token_ids)
+        hidden = torch.empty(num_tokens, self.config.hidden_size, dtype=self.dtype)
+        step = Step(
+            num_tokens=num_tokens,
+            num_rows=len(batch.seq_lens_list),
+            num_decodes=batch.num_decodes,
+            table_width=batch.block_tables.shape[1],
+            token_ids=batch.token_ids.data_ptr(),
+            positions=batch.positions.data_ptr(),
+            slot_mapping=batch.slot_mapping.data_ptr(),
+            query_start_loc=batch.query_start_loc.data_ptr(),
+            seq_lens=batch.seq_lens.data_ptr(),
+            block_tables=batch.block_tables.data_ptr(),
+            keys=self._keys,
+            values=self._values,
+            cos=self._cos.data_ptr(),
+            sin=self._sin.data_ptr(),
+            hidden=hidden.data_ptr(),
+        )
+        _check_memory(self._library.quartet_decoder_forward(self._handle, step))
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [S, hidden_size] -> [S, vocab_size] float32, valid until the next call: memory is used again."""
+        hidden = hidden.contiguous()
+        num_rows = len(hidden)
+        if num_rows > len(self._logits):
+            self._logits = torch.empty(num_rows, self.config.vocab_size)
+        logits = self._logits[:num_rows]
+        _check_memory(
+            self._library.quartet_decoder_logits(self._handle, hidden.data_ptr(), num_rows, logits.data_ptr())
+        )
+        return logits
+
+    # --- loading ----------------------------------------------------------------------------------
+
+    def _load_layer(self, layer: int, load: LoadParameter) -> None:
+        config, prefix = self.config, f"model.layers.{layer}."
+
+        def matrix(kind: int, has_bias: bool, *names: str) -> None:
+            weight = torch.cat([load(f"{prefix}{name}.weight") for name in names])
+            bias = torch.cat([load(f"{prefix}{name}.bias") for name in names]) if has_bias else None
+            self._set_matrix(layer, kind, self._layer_format, weight, bias, paired=kind == _GATE_UP)
+
+        self._set_vector(layer, _INPUT_NORM, load(prefix + "input_layernorm.weight"))
+        matrix(_QKV, config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        matrix(_OUTPUT, config.o_bias, "self_attn.o_proj")
+        self._set_vector(layer, _POST_ATTENTION_NORM, load(prefix + "post_attention_layernorm.weight"))
+        matrix(_GATE_UP, config.mlp_bias, "mlp.gate_proj", "mlp.up_proj")
+        matrix(_DOWN, config.mlp_bias, "mlp.down_proj")
+        if config.qk_norm:
+            self._set_vector(layer, _QUERY_NORM, load(prefix + "self_attn.q_norm.weight"))
+            self._set_vector(layer, _KEY_NORM, load(prefix + "self_attn.k_norm.weight"))
+        self._library.quartet_decoder_set_window(self._handle, layer, config.layer_windows[layer] or 0)
+
+    def _set_matrix(
+        self,
+        layer: int,
+        kind: int,
+        format: Format,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        paired: bool = False,
+    ) -> None:
+        num_columns, num_inner = weight.shape
+        data = _bf16(weight)
+        bias = None if bias is None else bias.float().contiguous()
+        _check_memory(
+            self._library.quartet_decoder_set_matrix(
+                self._handle,
+                layer,
+                kind,
+                int(format),
+                num_columns,
+                num_inner,
+                int(paired),
+                data.data_ptr(),
+                None if bias is None else bias.data_ptr(),
+            )
+        )
+
+    def _set_vector(self, layer: int, kind: int, values: torch.Tensor) -> None:
+        values = values.float().contiguous()
+        self._library.quartet_decoder_set_vector(self._handle, layer, kind, values.data_ptr(), len(values))
+
+    # --- what steps share -------------------------------------------------------------------------
+
+    def _use_cache(self, kv_cache: KVCache) -> None:
+        if self._cache is kv_cache:
+            return
+        if kv_cache.block_size != self._block_size or kv_cache.keys[0].dtype != self.dtype:
+            raise ValueError("the cache is not the one that this decoder was made for")
+        self._cache = kv_cache
+        num_layers = self.config.num_layers
+        self._keys = (c_void_p * num_layers)(*[keys.data_ptr() for keys in kv_cache.keys])
+        self._values = (c_void_p * num_layers)(*[values.data_ptr() for values in kv_cache.values])
+
+    def _extend_angles(self, num_positions: int) -> None:
+        if num_positions <= len(self._cos):
+            return
+        half = self.config.head_size // 2
+        cos, sin = self._rotary(torch.arange(max(_FIRST_ANGLES, 2 * num_positions)))
+        self._cos, self._sin = cos[:, 0, :half].contiguous(), sin[:, 0, half:].contiguous()
+
+
+def _bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16).contiguous()
+
+
+def _check_memory(succeeded: int) -> None:
+    if not succeeded:
+        raise MemoryError("the kernels could not get memory")

@@ -1,0 +1,110 @@
+"""The shared library of kernels: where it is, what it asks of the CPU, its functions' types."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from collections.abc import Iterator
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_void_p
+from functools import cache
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+
+
+class Isa(enum.IntFlag):
+    """What a CPU has of what the kernels use."""
+
+    AVX512_BF16 = 1
+    VNNI = 2
+    AMX = 4
+
+    def describe(self) -> str:
+        return "+".join(member.name or "" for member in self).lower() or "none"
+
+
+class Format(enum.IntEnum):
+    """How a weight matrix is held."""
+
+    BF16 = 0
+    INT8 = 1
+    INT4 = 2
+
+
+class DecoderConfig(Structure):
+    _fields_ = [
+        ("num_layers", c_int32),
+        ("hidden_size", c_int32),
+        ("intermediate_size", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_size", c_int32),
+        ("vocab_size", c_int32),
+        ("block_size", c_int32),
+        ("num_threads", c_int32),
+        ("isa", c_int32),
+        ("rms_norm_eps", c_float),
+    ]
+
+
+class Step(Structure):
+    _fields_ = [
+        ("num_tokens", c_int32),
+        ("num_rows", c_int32),
+        ("num_decodes", c_int32),
+        ("table_width", c_int32),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("keys", POINTER(c_void_p)),
+        ("values", POINTER(c_void_p)),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("hidden", c_void_p),
+    ]
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """The library, or None where it was not built (no compiler, another kind of CPU) or cannot be loaded."""
+    for path in _candidates():
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError:
+            continue
+        _declare(library)
+        return library
+    return None
+
+
+@cache
+def detect_isa() -> Isa:
+    """What the kernels may use here; nothing where there is no library."""
+    library = load_library()
+    return Isa(0) if library is None else Isa(library.quartet_isa())
+
+
+def _candidates() -> Iterator[Path]:
+    yield from sorted(_FOLDER.glob("_kernels*.so"))
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    library.quartet_isa.argtypes = []
+    functions: dict[str, tuple[list[object], object]] = {
+        "quartet_decoder_new": ([POINTER(DecoderConfig)], c_void_p),
+        "quartet_decoder_free": ([c_void_p], None),
+        "quartet_decoder_set_matrix": ([c_void_p, *[c_int] * 6, c_void_p, c_void_p], c_int),
+        "quartet_decoder_set_embedding": ([c_void_p, c_void_p], c_int),
+        "quartet_decoder_set_vector": ([c_void_p, c_int, c_int, c_void_p, c_int], None),
+        "quartet_decoder_set_window": ([c_void_p, c_int, c_int], None),
+        "quartet_decoder_forward": ([c_void_p, POINTER(Step)], c_int),
+        "quartet_decoder_logits": ([c_void_p, c_void_p, c_int, c_void_p], c_int),
+        "quartet_multiply": ([c_int, c_int, c_int, c_int, c_void_p, c_int, c_void_p, c_void_p], c_int),
+    }
+    for name, (arguments, result) in functions.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = result

@@ -1,0 +1,113 @@
+// The library's C functions, as services/executor/native/library.py declares them. 0 or null is failure.
+#include <new>
+
+#include "cpu.h"
+#include "decoder.h"
+
+using namespace quartet;
+
+#define QUARTET_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// Packs the source's rows in parallel.
+bool fill(Pool& pool, Matrix& matrix, int format, int num_columns, int num_inner, bool paired, const void* data,
+          const float* bias) {
+    if (!matrix.allocate(static_cast<Format>(format), num_columns, num_inner, paired)) return false;
+    pool.begin();
+    pool.run(matrix.num_strips, [&](int strip, int) {
+        for (int column = 0; column < kStrip; ++column) {
+            const int row = matrix.source_row(strip, column, paired);
+            if (row < 0) continue;
+            const size_t at = row;
+            switch (matrix.format) {
+                case Format::kBf16:
+                    matrix.pack_bf16_row(strip, column, static_cast<const uint16_t*>(data) + at * num_inner);
+                    break;
+                case Format::kInt8:
+                    matrix.pack_int8_row(strip, column, static_cast<const uint16_t*>(data) + at * num_inner);
+                    break;
+                case Format::kInt4:
+                    matrix.pack_int4_row(strip, column, static_cast<const uint8_t*>(data) + at * num_inner / 32 * 20);
+                    break;
+            }
+            if (bias) matrix.bias.as<float>()[strip * kStrip + column] = bias[row];
+        }
+    });
+    pool.end();
+    return true;
+}
+
+struct PlainSink final : Sink {
+    float* out;
+    int num_columns;
+
+    PlainSink(float* o, int n) : out(o), num_columns(n) {}
+
+    void take(int strip, int first_row, int num_rows, const float* values) const override {
+        for (int r = 0; r < num_rows; ++r)
+            for (int c = 0; c < kStrip && strip * kStrip + c < num_columns; ++c)
+                out[static_cast<size_t>(first_row + r) * num_columns + strip * kStrip + c] = values[r * kStrip + c];
+    }
+};
+
+}  // namespace
+
+QUARTET_API int quartet_isa() { return detect_isa(); }
+
+QUARTET_API Decoder* quartet_decoder_new(const DecoderConfig* config) {
+    if (!(config->isa & kAvx512Bf16) || (config->isa & ~detect_isa())) return nullptr;
+    if (config->head_size % 32 || config->head_size > 512 || config->block_size % kPage) return nullptr;
+    return new (std::nothrow) Decoder(*config);
+}
+
+QUARTET_API void quartet_decoder_free(Decoder* decoder) { delete decoder; }
+
+// data: bf16 [num_columns, num_inner], or for kInt4 GGML Q4_1 blocks; paired: two matrices that gate each other.
+QUARTET_API int quartet_decoder_set_matrix(Decoder* decoder, int layer, int kind, int format, int num_columns,
+                                           int num_inner, int paired, const void* data, const float* bias) {
+    Matrix& matrix = decoder->matrix(layer, static_cast<MatrixKind>(kind));
+    return fill(decoder->pool(), matrix, format, num_columns, num_inner, paired != 0, data, bias);
+}
+
+QUARTET_API int quartet_decoder_set_embedding(Decoder* decoder, const uint16_t* data) {
+    const DecoderConfig& config = decoder->config();
+    return fill(decoder->pool(), decoder->embedding(), static_cast<int>(Format::kBf16), config.vocab_size,
+                config.hidden_size, false, data, nullptr);
+}
+
+QUARTET_API void quartet_decoder_set_vector(Decoder* decoder, int layer, int kind, const float* values, int count) {
+    decoder->set_vector(layer, static_cast<VectorKind>(kind), values, count);
+}
+
+QUARTET_API void quartet_decoder_set_window(Decoder* decoder, int layer, int window) {
+    decoder->set_window(layer, window);
+}
+
+QUARTET_API int quartet_decoder_forward(Decoder* decoder, const Step* step) { return decoder->forward(*step); }
+
+QUARTET_API int quartet_decoder_logits(Decoder* decoder, const uint16_t* hidden, int num_rows, float* logits) {
+    return decoder->compute_logits(hidden, num_rows, logits);
+}
+
+// One product and nothing else, for tests: x [num_rows, num_inner] bf16, out [num_rows, num_columns].
+QUARTET_API int quartet_multiply(int isa, int format, int num_columns, int num_inner, const void* data, int num_rows,
+                                 const uint16_t* x, float* out) {
+    if (!(isa & kAvx512Bf16) || (isa & ~detect_isa())) return 0;
+    Pool pool(1, nullptr);
+    Matrix matrix;
+    RowBuffer rows;
+    rows.set_width(num_inner);
+    Buffer scratch;
+    if (!fill(pool, matrix, format, num_columns, num_inner, false, data, nullptr) || !rows.reserve(num_rows) ||
+        !scratch.reserve(product_scratch_bytes(matrix) + 64))
+        return 0;
+    for (int r = 0; r < num_rows; ++r) {
+        for (int k = 0; k < num_inner; ++k) rows.row(r)[k] = x[static_cast<size_t>(r) * num_inner + k];
+        rows.quantize(r);
+    }
+    for (int strip = 0; strip < matrix.num_strips; ++strip)
+        multiply_strip(matrix, rows.view(), num_rows, strip, isa, scratch.as<uint8_t>(), PlainSink(out, num_columns));
+    release_tiles();
+    return 1;
+}

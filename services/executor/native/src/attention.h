@@ -1,0 +1,50 @@
+// Causal attention over a paged cache of bf16 keys and values.
+//
+// The pool of a layer is cut into pages of 16 slots, in block order (block_size is a multiple of 16); of each page
+// and KV head the keys are [head_size / 2][16 slots][2] and the values [8 slot pairs][head_size][2], so that both
+// products read whole lines without a transposition.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace quartet {
+
+constexpr int kPage = 16;
+// Query rows (tokens x heads that share a KV head) of one call.
+constexpr int kQueryRows = 16;
+
+struct CacheShape {
+    int num_kv_heads = 0;
+    int head_size = 0;  // a multiple of 32
+    int block_size = 0;
+
+    size_t page_elements() const { return static_cast<size_t>(kPage) * num_kv_heads * head_size; }
+    size_t head_elements() const { return static_cast<size_t>(kPage) * head_size; }
+};
+
+// key, value: bf16 [head_size] of one KV head.
+void write_cache(const CacheShape& shape, uint16_t* keys, uint16_t* values, int64_t slot, int kv_head,
+                 const uint16_t* key, const uint16_t* value);
+
+// One sequence's stretch of tokens against one KV head.
+struct AttentionTask {
+    const uint16_t* query = nullptr;  // bf16, token t's head h at query + t * token_stride + h * head_size
+    uint16_t* out = nullptr;          // the same layout with out_stride
+    int token_stride = 0;
+    int out_stride = 0;
+    int num_tokens = 0;               // num_tokens * num_heads <= kQueryRows
+    int num_heads = 0;                // query heads taken, all of this KV head
+    int kv_head = 0;
+    int first_position = 0;           // of the first token
+    int seq_len = 0;                  // slots at this position and later hold nothing of this sequence
+    int window = 0;                   // 0: all earlier positions
+    const int32_t* block_table = nullptr;
+};
+
+size_t attention_scratch_bytes(int head_size);
+
+void attend(const CacheShape& shape, const uint16_t* keys, const uint16_t* values, const AttentionTask& task,
+            float scale, int isa, uint8_t* scratch);
+
+}  // namespace quartet

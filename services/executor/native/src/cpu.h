@@ -1,0 +1,15 @@
+#pragma once
+
+namespace quartet {
+
+// What the kernels may use. Bits of the ABI: append only.
+enum Isa : int {
+    kAvx512Bf16 = 1,  // AVX-512 F, BW, VL, DQ and BF16
+    kVnni = 2,        // AVX-512 VNNI
+    kAmx = 4,         // AMX tiles with bf16, and the kernel's leave to use them
+};
+
+// What this CPU and kernel have, as a mask of Isa. Asks the kernel for AMX the first time.
+int detect_isa();
+
+}  // namespace quartet

@@ -1,0 +1,114 @@
+// A decoder's forward pass over a flat batch and a paged cache.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "matrix.h"
+#include "pool.h"
+
+namespace quartet {
+
+// Part of the ABI.
+struct DecoderConfig {
+    int32_t num_layers;
+    int32_t hidden_size;
+    int32_t intermediate_size;
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_size;
+    int32_t vocab_size;
+    int32_t block_size;
+    int32_t num_threads;
+    int32_t isa;  // mask of Isa, no more than detect_isa()
+    float rms_norm_eps;
+};
+
+// Part of the ABI. T tokens of R rows, decode rows (one token each) first; see ForwardBatch in Python.
+struct Step {
+    int32_t num_tokens;
+    int32_t num_rows;
+    int32_t num_decodes;
+    int32_t table_width;
+    const int64_t* token_ids;        // [T]
+    const int64_t* positions;        // [T]
+    const int64_t* slot_mapping;     // [T]
+    const int32_t* query_start_loc;  // [R + 1]
+    const int32_t* seq_lens;         // [R]
+    const int32_t* block_tables;     // [R, table_width]
+    uint16_t* const* keys;           // a layer's pool each
+    uint16_t* const* values;
+    const float* cos;                // [positions, head_size / 2]
+    const float* sin;
+    uint16_t* hidden;                // out, [T, hidden_size] bf16, normed
+};
+
+// A product's input rows: bf16, and as 8-bit units where a product wants them.
+class RowBuffer {
+  public:
+    void set_width(int num_inner);
+    bool reserve(int num_rows);
+    uint16_t* row(int index) const { return bf16_.as<uint16_t>() + static_cast<size_t>(index) * stride_; }
+    int stride() const { return stride_; }
+    void quantize(int row) const;
+    Activations view() const;
+
+  private:
+    int padded_ = 0, stride_ = 0;
+    Buffer bf16_, int8_, scales_, sums_;
+};
+
+enum MatrixKind : int { kQkv = 0, kOutput = 1, kGateUp = 2, kDown = 3, kHead = 4 };
+enum VectorKind : int { kInputNorm = 0, kPostAttentionNorm = 1, kQueryNorm = 2, kKeyNorm = 3, kFinalNorm = 4 };
+
+struct Layer {
+    Matrix matrices[4];
+    std::vector<float> vectors[4];
+    int window = 0;
+};
+
+class Decoder {
+  public:
+    explicit Decoder(const DecoderConfig& config);
+
+    Matrix& matrix(int layer, MatrixKind kind) { return kind == kHead ? head_ : layers_[layer].matrices[kind]; }
+    // The input embedding when it is not the head's; packed the same way.
+    Matrix& embedding() { return separate_embedding_; }
+    void set_vector(int layer, VectorKind kind, const float* values, int count);
+    void set_window(int layer, int window) { layers_[layer].window = window; }
+    const DecoderConfig& config() const { return config_; }
+    Pool& pool() { return pool_; }
+
+    // False when memory is short; nothing has been written then.
+    bool forward(const Step& step);
+    // hidden [num_rows, hidden_size] bf16 -> logits [num_rows, vocab_size] float.
+    bool compute_logits(const uint16_t* hidden, int num_rows, float* logits);
+
+  private:
+    struct Tile {
+        int row, first_token, num_tokens;
+    };
+
+    bool reserve(int num_rows);
+    void multiply(const Matrix& matrix, const RowBuffer& x, int num_rows, const Sink& sink);
+    void norm_rows(const Step& step, const std::vector<float>& weight, const Matrix& next);
+    void rotate_and_write(const Step& step, int layer, int token, int kv_head);
+    void attend_tile(const Step& step, int layer, const Tile& tile, int kv_head, int thread);
+    void attention(const Step& step, int layer);
+    void make_tiles(const Step& step);
+
+    DecoderConfig config_;
+    CacheShape cache_;
+    Pool pool_;
+    std::vector<Layer> layers_;
+    Matrix head_, separate_embedding_;
+    std::vector<float> final_norm_;
+    std::vector<Tile> tiles_;
+    size_t scratch_stride_ = 0;
+    Buffer scratch_, hidden_, qkv_, query_;
+    RowBuffer normed_, attended_, activated_;
+};
+
+}  // namespace quartet

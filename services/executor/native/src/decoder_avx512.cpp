@@ -1,0 +1,299 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "simd.h"
+
+namespace quartet {
+namespace {
+
+void store_row(float* out, const float* values, const float* bias, int count) {
+    for (int c = 0; c < count; c += 16) {
+        const __mmask16 lanes = first_lanes(count - c);
+        _mm512_mask_storeu_ps(out + c, lanes, _mm512_add_ps(_mm512_loadu_ps(values + c), _mm512_loadu_ps(bias + c)));
+    }
+}
+
+// out = product + bias, or out += product + bias.
+struct FloatSink final : Sink {
+    const Matrix& matrix;
+    float* out;
+    bool adds;
+
+    FloatSink(const Matrix& m, float* o, bool a) : matrix(m), out(o), adds(a) {}
+
+    void take(int strip, int first_row, int num_rows, const float* values) const override {
+        const int column = strip * kStrip, count = std::min(kStrip, matrix.num_columns - column);
+        const float* bias = matrix.bias.as<float>() + column;
+        for (int r = 0; r < num_rows; ++r, values += kStrip) {
+            float* target = out + static_cast<size_t>(first_row + r) * matrix.num_columns + column;
+            if (!adds) {
+                store_row(target, values, bias, count);
+                continue;
+            }
+            for (int c = 0; c < count; c += 16) {
+                const __mmask16 lanes = first_lanes(count - c);
+                const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(values + c), _mm512_loadu_ps(bias + c));
+                _mm512_mask_storeu_ps(target + c, lanes, _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, target + c)));
+            }
+        }
+    }
+};
+
+// silu(gate) * up of a paired matrix, as bf16 rows.
+struct GatedSink final : Sink {
+    const Matrix& matrix;
+    const RowBuffer& out;
+
+    GatedSink(const Matrix& m, const RowBuffer& o) : matrix(m), out(o) {}
+
+    void take(int strip, int first_row, int num_rows, const float* values) const override {
+        const int column = strip * 16;
+        const __mmask16 lanes = first_lanes(matrix.num_columns / 2 - column);
+        const float* bias = matrix.bias.as<float>() + strip * kStrip;
+        const __m512 gate_bias = _mm512_loadu_ps(bias), up_bias = _mm512_loadu_ps(bias + 16);
+        for (int r = 0; r < num_rows; ++r, values += kStrip) {
+            const __m512 gate = _mm512_add_ps(_mm512_loadu_ps(values), gate_bias);
+            const __m512 up = _mm512_add_ps(_mm512_loadu_ps(values + 16), up_bias);
+            const __m256i product = to_bf16(_mm512_mul_ps(silu(gate), up));
+            _mm256_mask_storeu_epi16(out.row(first_row + r) + column, lanes, product);
+        }
+    }
+};
+
+float inverse_rms(const float* x, int count, float eps) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < count; i += 16) {
+        const __m512 v = _mm512_maskz_loadu_ps(first_lanes(count - i), x + i);
+        sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    return 1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / static_cast<float>(count) + eps);
+}
+
+void norm_row(const float* x, const float* weight, int count, float eps, uint16_t* out) {
+    const __m512 factor = _mm512_set1_ps(inverse_rms(x, count, eps));
+    for (int i = 0; i < count; i += 16) {
+        const __mmask16 lanes = first_lanes(count - i);
+        const __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + i), factor);
+        _mm256_mask_storeu_epi16(out + i, lanes, to_bf16(_mm512_mul_ps(v, _mm512_maskz_loadu_ps(lanes, weight + i))));
+    }
+}
+
+// One head, its halves rotated with each other; normed before where there is a weight.
+void rotate_head(const float* x, const float* norm_weight, float eps, const float* cos, const float* sin, int head_size,
+                 uint16_t* out) {
+    const int half = head_size / 2;
+    const __m512 factor = _mm512_set1_ps(norm_weight ? inverse_rms(x, head_size, eps) : 1.0f);
+    for (int i = 0; i < half; i += 16) {
+        __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + half + i);
+        if (norm_weight) {
+            a = _mm512_mul_ps(_mm512_mul_ps(a, factor), _mm512_loadu_ps(norm_weight + i));
+            b = _mm512_mul_ps(_mm512_mul_ps(b, factor), _mm512_loadu_ps(norm_weight + half + i));
+        }
+        const __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
+        store_bf16(out + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
+        store_bf16(out + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
+    }
+}
+
+size_t rounded(size_t bytes) { return (bytes + 127) / 128 * 128; }
+
+}  // namespace
+
+void RowBuffer::set_width(int num_inner) {
+    padded_ = (num_inner + kGroup - 1) / kGroup * kGroup;
+    // Rows a power of two apart would share few sets of the first cache.
+    stride_ = padded_ % 256 ? padded_ : padded_ + 32;
+}
+
+bool RowBuffer::reserve(int num_rows) {
+    const size_t rows = (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock, groups = padded_ / kGroup;
+    return bf16_.reserve(rows * stride_ * 2) && int8_.reserve(rows * padded_) && scales_.reserve(rows * groups * 4) &&
+           sums_.reserve(rows * groups * 4);
+}
+
+void RowBuffer::quantize(int index) const {
+    const size_t at = index, groups = padded_ / kGroup;
+    quantize_row(row(index), padded_, int8_.as<int8_t>() + at * padded_, scales_.as<float>() + at * groups,
+                 sums_.as<int32_t>() + at * groups);
+}
+
+Activations RowBuffer::view() const {
+    return {bf16_.as<uint16_t>(), stride_, int8_.as<int8_t>(), padded_, scales_.as<float>(), sums_.as<int32_t>(),
+            padded_ / kGroup};
+}
+
+Decoder::Decoder(const DecoderConfig& config)
+    : config_(config),
+      cache_{config.num_kv_heads, config.head_size, config.block_size},
+      pool_(config.num_threads, release_tiles),
+      layers_(config.num_layers) {
+    normed_.set_width(config.hidden_size);
+    attended_.set_width(config.num_heads * config.head_size);
+    activated_.set_width(config.intermediate_size);
+}
+
+void Decoder::set_vector(int layer, VectorKind kind, const float* values, int count) {
+    (kind == kFinalNorm ? final_norm_ : layers_[layer].vectors[kind]).assign(values, values + count);
+}
+
+bool Decoder::reserve(int num_rows) {
+    if (scratch_stride_ == 0) {
+        size_t most = std::max(product_scratch_bytes(head_), attention_scratch_bytes(config_.head_size));
+        for (const auto& layer : layers_)
+            for (const auto& matrix : layer.matrices) most = std::max(most, product_scratch_bytes(matrix));
+        if (!scratch_.reserve(rounded(most) * pool_.num_threads())) return false;
+        scratch_stride_ = rounded(most);
+    }
+    const size_t rows = num_rows, query_size = static_cast<size_t>(config_.num_heads) * config_.head_size;
+    const size_t key_size = static_cast<size_t>(config_.num_kv_heads) * config_.head_size;
+    return hidden_.reserve(rows * config_.hidden_size * 4) && qkv_.reserve(rows * (query_size + 2 * key_size) * 4) &&
+           query_.reserve(rows * query_size * 2) && normed_.reserve(num_rows) && attended_.reserve(num_rows) &&
+           activated_.reserve(num_rows);
+}
+
+void Decoder::multiply(const Matrix& matrix, const RowBuffer& x, int num_rows, const Sink& sink) {
+    const Activations rows = x.view();
+    const int per_chunk = std::clamp(matrix.num_strips / (16 * pool_.num_threads()), 1, 8);
+    const int num_chunks = (matrix.num_strips + per_chunk - 1) / per_chunk;
+    pool_.run(num_chunks, [&](int chunk, int thread) {
+        uint8_t* scratch = scratch_.as<uint8_t>() + thread * scratch_stride_;
+        const int end = std::min((chunk + 1) * per_chunk, matrix.num_strips);
+        for (int strip = chunk * per_chunk; strip < end; ++strip)
+            multiply_strip(matrix, rows, num_rows, strip, config_.isa, scratch, sink);
+    });
+}
+
+void Decoder::norm_rows(const Step& step, const std::vector<float>& weight, const Matrix& next) {
+    constexpr int kRows = 8;
+    const bool quantizes = uses_int8(next.format, step.num_tokens, config_.isa);
+    pool_.run((step.num_tokens + kRows - 1) / kRows, [&](int chunk, int) {
+        for (int t = chunk * kRows; t < std::min((chunk + 1) * kRows, step.num_tokens); ++t) {
+            norm_row(hidden_.as<float>() + static_cast<size_t>(t) * config_.hidden_size, weight.data(),
+                     config_.hidden_size, config_.rms_norm_eps, normed_.row(t));
+            if (quantizes) normed_.quantize(t);
+        }
+    });
+}
+
+void Decoder::rotate_and_write(const Step& step, int layer_index, int token, int kv_head) {
+    const Layer& layer = layers_[layer_index];
+    const int head_size = config_.head_size, num_heads = config_.num_heads, num_kv_heads = config_.num_kv_heads;
+    const int heads_per_kv = num_heads / num_kv_heads;
+    const float* qkv = qkv_.as<float>() + static_cast<size_t>(token) * (num_heads + 2 * num_kv_heads) * head_size;
+    const size_t angle = static_cast<size_t>(step.positions[token]) * (head_size / 2);
+    const auto weight = [&](VectorKind kind) { return layer.vectors[kind].empty() ? nullptr : layer.vectors[kind].data(); };
+    for (int head = kv_head * heads_per_kv; head < (kv_head + 1) * heads_per_kv; ++head)
+        rotate_head(qkv + head * head_size, weight(kQueryNorm), config_.rms_norm_eps, step.cos + angle,
+                    step.sin + angle, head_size,
+                    query_.as<uint16_t>() + (static_cast<size_t>(token) * num_heads + head) * head_size);
+    // Heads of more than 512 elements are refused at creation.
+    alignas(64) uint16_t key[512], value[512];
+    rotate_head(qkv + (num_heads + kv_head) * head_size, weight(kKeyNorm), config_.rms_norm_eps, step.cos + angle,
+                step.sin + angle, head_size, key);
+    const float* raw = qkv + (num_heads + num_kv_heads + kv_head) * head_size;
+    for (int d = 0; d < head_size; d += 16) store_bf16(value + d, _mm512_loadu_ps(raw + d));
+    write_cache(cache_, step.keys[layer_index], step.values[layer_index], step.slot_mapping[token], kv_head, key, value);
+}
+
+void Decoder::make_tiles(const Step& step) {
+    const int heads = std::min(config_.num_heads / config_.num_kv_heads, kQueryRows), tokens = kQueryRows / heads;
+    tiles_.clear();
+    for (int row = 0; row < step.num_rows; ++row)
+        for (int t = step.query_start_loc[row]; t < step.query_start_loc[row + 1]; t += tokens)
+            tiles_.push_back({row, t, std::min(tokens, step.query_start_loc[row + 1] - t)});
+}
+
+void Decoder::attend_tile(const Step& step, int layer, const Tile& tile, int kv_head, int thread) {
+    const int head_size = config_.head_size, heads_per_kv = config_.num_heads / config_.num_kv_heads;
+    AttentionTask task;
+    task.token_stride = config_.num_heads * head_size;
+    task.out_stride = attended_.stride();
+    task.num_tokens = tile.num_tokens;
+    task.kv_head = kv_head;
+    task.first_position = static_cast<int>(step.positions[tile.first_token]);
+    task.seq_len = step.seq_lens[tile.row];
+    task.window = layers_[layer].window;
+    task.block_table = step.block_tables + static_cast<size_t>(tile.row) * step.table_width;
+    const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(head_size));
+    for (int head = 0; head < heads_per_kv; head += kQueryRows) {
+        const size_t offset = static_cast<size_t>(kv_head * heads_per_kv + head) * head_size;
+        task.num_heads = std::min(kQueryRows, heads_per_kv - head);
+        task.query = query_.as<uint16_t>() + static_cast<size_t>(tile.first_token) * task.token_stride + offset;
+        task.out = attended_.row(tile.first_token) + offset;
+        attend(cache_, step.keys[layer], step.values[layer], task, scale, config_.isa,
+               scratch_.as<uint8_t>() + thread * scratch_stride_);
+    }
+}
+
+void Decoder::attention(const Step& step, int layer) {
+    const int num_kv_heads = config_.num_kv_heads;
+    const bool only_decodes = step.num_decodes == step.num_tokens;
+    if (!only_decodes) {
+        constexpr int kTokens = 4;
+        pool_.run((step.num_tokens + kTokens - 1) / kTokens, [&](int chunk, int) {
+            for (int t = chunk * kTokens; t < std::min((chunk + 1) * kTokens, step.num_tokens); ++t)
+                for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head) rotate_and_write(step, layer, t, kv_head);
+        });
+    }
+    const int num_tasks = static_cast<int>(tiles_.size()) * num_kv_heads;
+    pool_.run(num_tasks, [&](int chunk, int thread) {
+        // From the end: a prompt's last tiles see most and take longest.
+        const int task = num_tasks - 1 - chunk, kv_head = task % num_kv_heads;
+        const Tile& tile = tiles_[task / num_kv_heads];
+        if (only_decodes) rotate_and_write(step, layer, tile.first_token, kv_head);
+        attend_tile(step, layer, tile, kv_head, thread);
+    });
+}
+
+bool Decoder::forward(const Step& step) {
+    const int num_tokens = step.num_tokens, hidden_size = config_.hidden_size;
+    if (!reserve(num_tokens)) return false;
+    pool_.begin();
+    make_tiles(step);
+    float* hidden = hidden_.as<float>();
+    const Matrix& embedding = separate_embedding_.num_strips ? separate_embedding_ : head_;
+    pool_.run(num_tokens, [&](int t, int) {
+        embedding.unpack_column(static_cast<int>(step.token_ids[t]), hidden + static_cast<size_t>(t) * hidden_size);
+    });
+    const auto quantize = [&](const RowBuffer& rows, const Matrix& next) {
+        if (uses_int8(next.format, num_tokens, config_.isa)) pool_.run(num_tokens, [&](int t, int) { rows.quantize(t); });
+    };
+    for (int index = 0; index < config_.num_layers; ++index) {
+        const Layer& layer = layers_[index];
+        const Matrix* matrices = layer.matrices;
+        norm_rows(step, layer.vectors[kInputNorm], matrices[kQkv]);
+        multiply(matrices[kQkv], normed_, num_tokens, FloatSink(matrices[kQkv], qkv_.as<float>(), false));
+        attention(step, index);
+        quantize(attended_, matrices[kOutput]);
+        multiply(matrices[kOutput], attended_, num_tokens, FloatSink(matrices[kOutput], hidden, true));
+        norm_rows(step, layer.vectors[kPostAttentionNorm], matrices[kGateUp]);
+        multiply(matrices[kGateUp], normed_, num_tokens, GatedSink(matrices[kGateUp], activated_));
+        quantize(activated_, matrices[kDown]);
+        multiply(matrices[kDown], activated_, num_tokens, FloatSink(matrices[kDown], hidden, true));
+    }
+    for (int t = 0; t < num_tokens; ++t) {
+        const size_t at = static_cast<size_t>(t) * hidden_size;
+        norm_row(hidden + at, final_norm_.data(), hidden_size, config_.rms_norm_eps, step.hidden + at);
+    }
+    pool_.end();
+    release_tiles();
+    return true;
+}
+
+bool Decoder::compute_logits(const uint16_t* hidden, int num_rows, float* logits) {
+    if (!reserve(num_rows)) return false;
+    pool_.begin();
+    const bool quantizes = uses_int8(head_.format, num_rows, config_.isa);
+    for (int r = 0; r < num_rows; ++r) {
+        std::memcpy(normed_.row(r), hidden + static_cast<size_t>(r) * config_.hidden_size, 2 * config_.hidden_size);
+        if (quantizes) normed_.quantize(r);
+    }
+    multiply(head_, normed_, num_rows, FloatSink(head_, logits, false));
+    pool_.end();
+    release_tiles();
+    return true;
+}
+
+}  // namespace quartet

@@ -1,0 +1,89 @@
+// A weight matrix in strips of 32 output columns, and its product with a batch of rows.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "memory.h"
+
+namespace quartet {
+
+constexpr int kStrip = 32;    // output columns of a strip: two vectors of 16
+constexpr int kGroup = 32;    // inner elements that share a scale
+constexpr int kRowBlock = 32;  // rows that a product takes at a time
+
+enum class Format : int {
+    kBf16 = 0,  // [K / 2][32][2] bf16: a line holds two k of 16 columns, as dpbf16ps and AMX want them
+    kInt8 = 1,  // [K / 4][32][4] value + 128, and a float scale per column
+    kInt4 = 2,  // per group of 32 k: 32 fp16 scales, 32 fp16 minima, then [2 halves][4 lines][16 columns][4]: the low
+                // nibbles are k = 4 * line + i, the high ones 16 more (GGML's Q4_1, columns side by side)
+};
+
+struct Matrix {
+    Format format = Format::kBf16;
+    int num_columns = 0;  // N, output features
+    int num_inner = 0;    // K
+    int padded_inner = 0;  // K rounded up to a whole group; what is past K is 0
+    int num_strips = 0;
+    size_t strip_bytes = 0;
+    Buffer weights;
+    Buffer scales;  // [num_strips * 32] float, kInt8 only
+    Buffer bias;    // [num_strips * 32] float, zeros without one
+
+    const uint8_t* strip(int index) const { return weights.as<uint8_t>() + index * strip_bytes; }
+
+    // Where column c of strip s is among the rows of the source; -1 past the end. With `paired` the source is two
+    // matrices of N / 2 rows, and a strip holds 16 columns of the first, then the same 16 of the second.
+    int source_row(int strip, int column, bool paired) const;
+
+    // False when memory is short. num_inner must be a multiple of kGroup for kInt4.
+    bool allocate(Format format, int num_columns, int num_inner, bool paired);
+
+    // Row `row` of the source, K bf16 values.
+    void pack_bf16_row(int strip, int column, const uint16_t* row);
+    // Quantises to 8 bits, symmetric, one scale.
+    void pack_int8_row(int strip, int column, const uint16_t* row);
+    // K / 32 blocks as GGML stores them: fp16 scale, fp16 minimum, 16 bytes of nibbles.
+    void pack_int4_row(int strip, int column, const uint8_t* blocks);
+
+    // Column of the matrix as K floats (embedding lookup).
+    void unpack_column(int column, float* out) const;
+};
+
+// Rows that a product reads. `bf16` [M, stride] is always there, padded to a multiple of 32 rows and to
+// padded_inner columns (these 0); the quantised form only where uses_int8() says so.
+struct Activations {
+    const uint16_t* bf16 = nullptr;
+    int stride = 0;
+    const int8_t* int8 = nullptr;    // [M, int8_stride]
+    int int8_stride = 0;
+    const float* scales = nullptr;   // [M, group_stride] value of one unit
+    const int32_t* sums = nullptr;   // [M, group_stride] sum of the group's units
+    int group_stride = 0;
+};
+
+// Whether a product of so many rows reads the quantised rows.
+bool uses_int8(Format format, int num_rows, int isa);
+
+// bf16 [K] -> units and scales per group of 32; K is padded to a whole group.
+void quantize_row(const uint16_t* row, int padded_inner, int8_t* units, float* scales, int32_t* sums);
+
+// Called with `num_rows` rows from `first_row` of a strip's product, [num_rows][32] float, bias not yet added.
+struct Sink {
+    virtual void take(int strip, int first_row, int num_rows, const float* values) const = 0;
+
+  protected:
+    ~Sink() = default;
+};
+
+// Bytes of scratch memory that multiply_strip needs per thread.
+size_t product_scratch_bytes(const Matrix& matrix);
+
+// One strip of x W^T for num_rows rows of x.
+void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, int strip, int isa, uint8_t* scratch,
+                    const Sink& sink);
+
+// AMX holds a configuration per thread: released so that the system need not save the tiles.
+void release_tiles();
+
+}  // namespace quartet

@@ -1,0 +1,106 @@
+#include "matrix.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "simd.h"
+
+namespace quartet {
+namespace {
+
+float bf16_to_float(uint16_t value) {
+    const uint32_t bits = static_cast<uint32_t>(value) << 16;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+}
+
+constexpr size_t kInt4GroupBytes = 2 * 2 * kStrip + kGroup * kStrip / 2;
+
+}  // namespace
+
+int Matrix::source_row(int strip, int column, bool paired) const {
+    if (!paired) {
+        const int row = strip * kStrip + column;
+        return row < num_columns ? row : -1;
+    }
+    const int half = num_columns / 2, row = strip * 16 + column % 16;
+    if (row >= half) return -1;
+    return column < 16 ? row : half + row;
+}
+
+bool Matrix::allocate(Format format_, int num_columns_, int num_inner_, bool paired) {
+    format = format_;
+    num_columns = num_columns_;
+    num_inner = num_inner_;
+    padded_inner = (num_inner + kGroup - 1) / kGroup * kGroup;
+    const int columns_per_strip = paired ? 16 : kStrip, columns = paired ? num_columns / 2 : num_columns;
+    num_strips = (columns + columns_per_strip - 1) / columns_per_strip;
+    const size_t elements = static_cast<size_t>(padded_inner) * kStrip;
+    switch (format) {
+        case Format::kBf16: strip_bytes = 2 * elements; break;
+        case Format::kInt8: strip_bytes = elements; break;
+        case Format::kInt4: strip_bytes = padded_inner / kGroup * kInt4GroupBytes; break;
+    }
+    const size_t column_bytes = static_cast<size_t>(num_strips) * kStrip * sizeof(float);
+    // What is past the last column is computed too; it must be memory, and not NaN for speed's sake.
+    return weights.reserve(strip_bytes * num_strips) && bias.reserve(column_bytes) && scales.reserve(column_bytes);
+}
+
+void Matrix::pack_bf16_row(int strip_index, int column, const uint16_t* row) {
+    uint16_t* out = weights.as<uint16_t>() + strip_index * strip_bytes / 2 + 2 * column;
+    for (int k = 0; k < num_inner; ++k) out[(k / 2) * 2 * kStrip + k % 2] = row[k];
+}
+
+void Matrix::pack_int8_row(int strip_index, int column, const uint16_t* row) {
+    float largest = 0;
+    for (int k = 0; k < num_inner; ++k) largest = std::fmax(largest, std::fabs(bf16_to_float(row[k])));
+    const float scale = largest / 127.0f, inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
+    scales.as<float>()[strip_index * kStrip + column] = scale;
+    uint8_t* out = weights.as<uint8_t>() + strip_index * strip_bytes + 4 * column;
+    for (int k = 0; k < padded_inner; ++k) {
+        const float value = k < num_inner ? bf16_to_float(row[k]) * inverse : 0.0f;
+        out[(k / 4) * 4 * kStrip + k % 4] = static_cast<uint8_t>(128 + std::lrintf(value));
+    }
+}
+
+void Matrix::pack_int4_row(int strip_index, int column, const uint8_t* blocks) {
+    for (int g = 0; g < padded_inner / kGroup; ++g, blocks += 20) {
+        uint8_t* group = weights.as<uint8_t>() + strip_index * strip_bytes + g * kInt4GroupBytes;
+        std::memcpy(group + 2 * column, blocks, 2);
+        std::memcpy(group + 2 * kStrip + 2 * column, blocks + 2, 2);
+        uint8_t* lines = group + 4 * kStrip + (column / 16) * 256 + (column % 16) * 4;
+        for (int line = 0; line < 4; ++line) std::memcpy(lines + 64 * line, blocks + 4 + 4 * line, 4);
+    }
+}
+
+void Matrix::unpack_column(int column, float* out) const {
+    const uint8_t* data = strip(column / kStrip);
+    const int c = column % kStrip;
+    switch (format) {
+        case Format::kBf16: {
+            const uint16_t* values = reinterpret_cast<const uint16_t*>(data) + 2 * c;
+            for (int k = 0; k < num_inner; ++k) out[k] = bf16_to_float(values[(k / 2) * 2 * kStrip + k % 2]);
+            return;
+        }
+        case Format::kInt8: {
+            const float scale = scales.as<float>()[column];
+            for (int k = 0; k < num_inner; ++k) out[k] = scale * (data[(k / 4) * 4 * kStrip + 4 * c + k % 4] - 128);
+            return;
+        }
+        case Format::kInt4: {
+            for (int k = 0; k < num_inner; ++k) {
+                const uint8_t* group = data + k / kGroup * kInt4GroupBytes;
+                uint16_t header[2];
+                std::memcpy(&header[0], group + 2 * c, 2);
+                std::memcpy(&header[1], group + 2 * kStrip + 2 * c, 2);
+                const int byte = k % 16, shift = k % kGroup < 16 ? 0 : 4;
+                const uint8_t packed = group[4 * kStrip + (c / 16) * 256 + byte / 4 * 64 + (c % 16) * 4 + byte % 4];
+                out[k] = _cvtsh_ss(header[0]) * ((packed >> shift) & 15) + _cvtsh_ss(header[1]);
+            }
+            return;
+        }
+    }
+}
+
+}  // namespace quartet

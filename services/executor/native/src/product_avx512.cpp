@@ -1,0 +1,358 @@
+#include "matrix.h"
+#include "cpu.h"
+#include "simd.h"
+#include "tiles.h"
+
+namespace quartet {
+
+thread_local int current_tiles = 0;
+
+void release_tiles() {
+    if (current_tiles != 0) {
+        _tile_release();
+        current_tiles = 0;
+    }
+}
+
+namespace {
+
+// Up to here a vector product reads the weights as fast as memory gives them, or the tiles would run half empty.
+constexpr int kVectorRowsBf16 = 4;
+constexpr int kVectorRowsQuantized = 6;
+// How far ahead of its use a strip is asked for.
+constexpr int kPrefetchBytes = 4096;
+
+bool uses_tiles(Format format, int num_rows, int isa) {
+    return (isa & kAmx) && num_rows > (format == Format::kBf16 ? kVectorRowsBf16 : kVectorRowsQuantized);
+}
+
+// --- bf16, vectors --------------------------------------------------------------------------------
+
+template <int Rows, int Unroll>
+void bf16_rows(const uint8_t* strip, const uint16_t* x, int stride, int num_pairs, float* out) {
+    __m512 sum[Unroll][Rows][2];
+    for (auto& part : sum)
+        for (auto& row : part) row[0] = row[1] = _mm512_setzero_ps();
+    // padded_inner is a multiple of 32, so there are whole rounds.
+    for (int pair = 0; pair < num_pairs; pair += Unroll) {
+#pragma GCC unroll 4
+        for (int u = 0; u < Unroll; ++u) {
+            const uint8_t* line = strip + (size_t)(pair + u) * 128;
+            _mm_prefetch((const char*)line + kPrefetchBytes, _MM_HINT_T0);
+            _mm_prefetch((const char*)line + kPrefetchBytes + 64, _MM_HINT_T0);
+            const __m512i w0 = _mm512_load_si512(line), w1 = _mm512_load_si512(line + 64);
+#pragma GCC unroll 12
+            for (int r = 0; r < Rows; ++r) {
+                const __m512i a = broadcast4(x + (size_t)r * stride + 2 * (pair + u));
+                sum[u][r][0] = dot_bf16(sum[u][r][0], w0, a);
+                sum[u][r][1] = dot_bf16(sum[u][r][1], w1, a);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r)
+        for (int h = 0; h < 2; ++h) {
+            __m512 total = sum[0][r][h];
+            for (int u = 1; u < Unroll; ++u) total = _mm512_add_ps(total, sum[u][r][h]);
+            _mm512_storeu_ps(out + r * kStrip + h * 16, total);
+        }
+}
+
+void bf16_block(const uint8_t* strip, const uint16_t* x, int stride, int num_pairs, int rows, float* out) {
+    for (; rows >= 12; rows -= 12, x += 12 * (size_t)stride, out += 12 * kStrip)
+        bf16_rows<12, 1>(strip, x, stride, num_pairs, out);
+    switch (rows) {
+        case 1: return bf16_rows<1, 4>(strip, x, stride, num_pairs, out);
+        case 2: return bf16_rows<2, 4>(strip, x, stride, num_pairs, out);
+        case 3: return bf16_rows<3, 2>(strip, x, stride, num_pairs, out);
+        case 4: return bf16_rows<4, 2>(strip, x, stride, num_pairs, out);
+        case 5: return bf16_rows<5, 2>(strip, x, stride, num_pairs, out);
+        case 6: return bf16_rows<6, 1>(strip, x, stride, num_pairs, out);
+        case 7: return bf16_rows<7, 1>(strip, x, stride, num_pairs, out);
+        case 8: return bf16_rows<8, 1>(strip, x, stride, num_pairs, out);
+        case 9: return bf16_rows<9, 1>(strip, x, stride, num_pairs, out);
+        case 10: return bf16_rows<10, 1>(strip, x, stride, num_pairs, out);
+        case 11: return bf16_rows<11, 1>(strip, x, stride, num_pairs, out);
+    }
+}
+
+// --- quantised weights and rows, vectors ----------------------------------------------------------
+
+// GCC 12 wraps the intrinsic in register moves.
+inline void dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+}
+
+template <int Rows>
+void int8_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out) {
+    const uint8_t* weights = matrix.strip(strip);
+    const int num_groups = matrix.padded_inner / kGroup;
+    __m512 total[Rows][2];
+    for (auto& row : total) row[0] = row[1] = _mm512_setzero_ps();
+    for (int g = 0; g < num_groups; ++g, weights += kGroup * kStrip) {
+        __m512i sum[Rows][2];
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r)
+            // Stored weights are 128 too large.
+            sum[r][0] = sum[r][1] = _mm512_set1_epi32(-128 * x.sums[(size_t)(first_row + r) * x.group_stride + g]);
+#pragma GCC unroll 8
+        for (int quad = 0; quad < kGroup / 4; ++quad) {
+            const uint8_t* line = weights + quad * 128;
+            _mm_prefetch((const char*)line + kPrefetchBytes, _MM_HINT_T0);
+            _mm_prefetch((const char*)line + kPrefetchBytes + 64, _MM_HINT_T0);
+            const __m512i w0 = _mm512_load_si512(line), w1 = _mm512_load_si512(line + 64);
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; ++r) {
+                const __m512i a =
+                    broadcast4(x.int8 + (size_t)(first_row + r) * x.int8_stride + g * kGroup + quad * 4);
+                dot_int8(sum[r][0], w0, a);
+                dot_int8(sum[r][1], w1, a);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < Rows; ++r) {
+            const __m512 scale = _mm512_set1_ps(x.scales[(size_t)(first_row + r) * x.group_stride + g]);
+            total[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][0]), scale, total[r][0]);
+            total[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][1]), scale, total[r][1]);
+        }
+    }
+    const float* scales = matrix.scales.as<float>() + strip * kStrip;
+    for (int r = 0; r < Rows; ++r)
+        for (int h = 0; h < 2; ++h)
+            _mm512_storeu_ps(out + r * kStrip + h * 16,
+                             _mm512_mul_ps(total[r][h], _mm512_loadu_ps(scales + h * 16)));
+}
+
+constexpr size_t kInt4GroupBytes = 2 * 2 * kStrip + kGroup * kStrip / 2;
+
+template <int Rows>
+void int4_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out) {
+    const uint8_t* group = matrix.strip(strip);
+    const int num_groups = matrix.padded_inner / kGroup;
+    const __m512i low = _mm512_set1_epi8(15);
+    __m512 total[Rows][2];
+    for (auto& row : total) row[0] = row[1] = _mm512_setzero_ps();
+    for (int g = 0; g < num_groups; ++g, group += kInt4GroupBytes) {
+        for (size_t line = 0; line < kInt4GroupBytes; line += 64)
+            _mm_prefetch((const char*)group + kPrefetchBytes + line, _MM_HINT_T0);
+        const uint16_t* header = reinterpret_cast<const uint16_t*>(group);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; ++h) {
+            const uint8_t* lines = group + 128 + h * 256;
+            __m512i sum[Rows];
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; ++r) sum[r] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+            for (int line = 0; line < 4; ++line) {
+                const __m512i packed = _mm512_load_si512(lines + line * 64);
+                const __m512i w0 = _mm512_and_si512(packed, low);
+                const __m512i w1 = _mm512_and_si512(_mm512_srli_epi16(packed, 4), low);
+#pragma GCC unroll 8
+                for (int r = 0; r < Rows; ++r) {
+                    const int8_t* units = x.int8 + (size_t)(first_row + r) * x.int8_stride + g * kGroup + line * 4;
+                    dot_int8(sum[r], w0, broadcast4(units));
+                    dot_int8(sum[r], w1, broadcast4(units + 16));
+                }
+            }
+            const __m512 scale = load_fp16(header + h * 16), minimum = load_fp16(header + kStrip + h * 16);
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; ++r) {
+                const size_t at = (size_t)(first_row + r) * x.group_stride + g;
+                const __m512 units = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), scale,
+                                                     _mm512_mul_ps(minimum, _mm512_set1_ps((float)x.sums[at])));
+                total[r][h] = _mm512_fmadd_ps(units, _mm512_set1_ps(x.scales[at]), total[r][h]);
+            }
+        }
+    }
+    for (int r = 0; r < Rows; ++r)
+        for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + r * kStrip + h * 16, total[r][h]);
+}
+
+template <int Rows>
+void quantized_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out) {
+    matrix.format == Format::kInt8 ? int8_rows<Rows>(matrix, strip, x, first_row, out)
+                                   : int4_rows<Rows>(matrix, strip, x, first_row, out);
+}
+
+void quantized_block(const Matrix& matrix, int strip, const Activations& x, int first_row, int rows, float* out) {
+    for (; rows >= 6; rows -= 6, first_row += 6, out += 6 * kStrip)
+        quantized_rows<6>(matrix, strip, x, first_row, out);
+    switch (rows) {
+        case 1: return quantized_rows<1>(matrix, strip, x, first_row, out);
+        case 2: return quantized_rows<2>(matrix, strip, x, first_row, out);
+        case 3: return quantized_rows<3>(matrix, strip, x, first_row, out);
+        case 4: return quantized_rows<4>(matrix, strip, x, first_row, out);
+        case 5: return quantized_rows<5>(matrix, strip, x, first_row, out);
+    }
+}
+
+// --- quantised weights as bf16 lines --------------------------------------------------------------
+
+// Even and odd k as two bf16 in each 32-bit lane; `even` and `odd` hold values that bf16 holds exactly.
+inline __m512i exact_pairs(__m512 even, __m512 odd) {
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(even), 16),
+                                   _mm512_castps_si512(odd));
+}
+
+inline __m512i rounded_pairs(__m512 even, __m512 odd) {
+    const __m512i low = _mm512_cvtepu16_epi32(to_bf16(even)), high = _mm512_cvtepu16_epi32(to_bf16(odd));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+template <int Byte>
+inline __m512 byte_to_float(__m512i x) {
+    if constexpr (Byte == 3) return _mm512_cvtepi32_ps(_mm512_srli_epi32(x, 24));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x, 8 * Byte), _mm512_set1_epi32(255)));
+}
+
+// The column scales are left to the end.
+void unpack_int8(const uint8_t* weights, int padded_inner, uint8_t* out) {
+    const __m512 offset = _mm512_set1_ps(128.0f);
+    for (int quad = 0; quad < padded_inner / 4; ++quad, weights += 128, out += 256)
+        for (int h = 0; h < 2; ++h) {
+            const __m512i line = _mm512_load_si512(weights + h * 64);
+            _mm_prefetch((const char*)weights + kPrefetchBytes + h * 64, _MM_HINT_T0);
+            const __m512 v0 = _mm512_sub_ps(byte_to_float<0>(line), offset);
+            const __m512 v1 = _mm512_sub_ps(byte_to_float<1>(line), offset);
+            const __m512 v2 = _mm512_sub_ps(byte_to_float<2>(line), offset);
+            const __m512 v3 = _mm512_sub_ps(byte_to_float<3>(line), offset);
+            _mm512_store_si512(out + h * 64, exact_pairs(v0, v1));
+            _mm512_store_si512(out + 128 + h * 64, exact_pairs(v2, v3));
+        }
+}
+
+void unpack_int4(const uint8_t* group, int padded_inner, uint8_t* out) {
+    const __m512i low = _mm512_set1_epi8(15);
+    for (int g = 0; g < padded_inner / kGroup; ++g, group += kInt4GroupBytes, out += kGroup * kStrip * 2) {
+        for (size_t line = 0; line < kInt4GroupBytes; line += 64)
+            _mm_prefetch((const char*)group + kPrefetchBytes + line, _MM_HINT_T0);
+        const uint16_t* header = reinterpret_cast<const uint16_t*>(group);
+        for (int h = 0; h < 2; ++h) {
+            const __m512 scale = load_fp16(header + h * 16), minimum = load_fp16(header + kStrip + h * 16);
+            for (int line = 0; line < 4; ++line) {
+                const __m512i packed = _mm512_load_si512(group + 128 + h * 256 + line * 64);
+                for (int part = 0; part < 2; ++part) {
+                    const __m512i q = _mm512_and_si512(part ? _mm512_srli_epi16(packed, 4) : packed, low);
+                    const __m512 v0 = _mm512_fmadd_ps(byte_to_float<0>(q), scale, minimum);
+                    const __m512 v1 = _mm512_fmadd_ps(byte_to_float<1>(q), scale, minimum);
+                    const __m512 v2 = _mm512_fmadd_ps(byte_to_float<2>(q), scale, minimum);
+                    const __m512 v3 = _mm512_fmadd_ps(byte_to_float<3>(q), scale, minimum);
+                    uint8_t* pairs = out + (part * 8 + line * 2) * 128 + h * 64;
+                    _mm512_store_si512(pairs, rounded_pairs(v0, v1));
+                    _mm512_store_si512(pairs + 128, rounded_pairs(v2, v3));
+                }
+            }
+        }
+    }
+}
+
+void scale_columns(const float* scales, int rows, float* values) {
+    const __m512 s0 = _mm512_loadu_ps(scales), s1 = _mm512_loadu_ps(scales + 16);
+    for (int r = 0; r < rows; ++r, values += kStrip) {
+        _mm512_storeu_ps(values, _mm512_mul_ps(_mm512_loadu_ps(values), s0));
+        _mm512_storeu_ps(values + 16, _mm512_mul_ps(_mm512_loadu_ps(values + 16), s1));
+    }
+}
+
+// --- tiles ----------------------------------------------------------------------------------------
+
+void configure_product_tiles() {
+    if (current_tiles == -1) return;
+    TileConfig config;
+    for (int tile = 0; tile < 8; ++tile) config.set(tile, 16, 64);
+    _tile_loadconfig(&config);
+    current_tiles = -1;
+}
+
+// 16 or 32 rows of x times the strip; the rows are there, if only as padding.
+void tile_block(const uint8_t* strip, const uint16_t* x, int stride, int padded_inner, int rows, float* out) {
+    const long row_bytes = 2L * stride;
+    const uint16_t* lower = x + 16L * stride;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (rows <= 16) {
+        for (int k = 0; k < padded_inner; k += 32, strip += 2048) {
+            for (int line = 0; line < 2048; line += 64)
+                _mm_prefetch((const char*)strip + kPrefetchBytes + line, _MM_HINT_T0);
+            _tile_loadd(4, x + k, row_bytes);
+            _tile_loadd(6, strip, 128);
+            _tile_loadd(7, strip + 64, 128);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    } else {
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int k = 0; k < padded_inner; k += 32, strip += 2048) {
+            for (int line = 0; line < 2048; line += 64)
+                _mm_prefetch((const char*)strip + kPrefetchBytes + line, _MM_HINT_T0);
+            _tile_loadd(4, x + k, row_bytes);
+            _tile_loadd(6, strip, 128);
+            _tile_loadd(7, strip + 64, 128);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(5, lower + k, row_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, out + 16 * kStrip, 4 * kStrip);
+        _tile_stored(3, out + 16 * kStrip + 16, 4 * kStrip);
+    }
+    _tile_stored(0, out, 4 * kStrip);
+    _tile_stored(1, out + 16, 4 * kStrip);
+}
+
+}  // namespace
+
+bool uses_int8(Format format, int num_rows, int isa) {
+    return format != Format::kBf16 && !uses_tiles(format, num_rows, isa);
+}
+
+size_t product_scratch_bytes(const Matrix& matrix) {
+    return matrix.format == Format::kBf16 ? 0 : (size_t)matrix.padded_inner * kStrip * 2;
+}
+
+void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, int strip, int isa, uint8_t* scratch,
+                    const Sink& sink) {
+    alignas(64) float values[kRowBlock * kStrip];
+    const uint8_t* weights = matrix.strip(strip);
+    const bool tiles = uses_tiles(matrix.format, num_rows, isa);
+    if (tiles) {
+        configure_product_tiles();
+        if (matrix.format == Format::kInt8) unpack_int8(weights, matrix.padded_inner, scratch);
+        if (matrix.format == Format::kInt4) unpack_int4(weights, matrix.padded_inner, scratch);
+        if (matrix.format != Format::kBf16) weights = scratch;
+    }
+    for (int first = 0; first < num_rows; first += kRowBlock) {
+        const int rows = num_rows - first < kRowBlock ? num_rows - first : kRowBlock;
+        const uint16_t* block = x.bf16 + (size_t)first * x.stride;
+        if (tiles) {
+            tile_block(weights, block, x.stride, matrix.padded_inner, rows, values);
+            if (matrix.format == Format::kInt8)
+                scale_columns(matrix.scales.as<float>() + strip * kStrip, rows, values);
+        } else if (matrix.format == Format::kBf16) {
+            bf16_block(weights, block, x.stride, matrix.padded_inner / 2, rows, values);
+        } else {
+            quantized_block(matrix, strip, x, first, rows, values);
+        }
+        sink.take(strip, first, rows, values);
+    }
+}
+
+void quantize_row(const uint16_t* row, int padded_inner, int8_t* units, float* scales, int32_t* sums) {
+    for (int g = 0; g < padded_inner / kGroup; ++g) {
+        const __m512 a = load_bf16(row + g * kGroup), b = load_bf16(row + g * kGroup + 16);
+        const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+        // The reciprocal of less would not be finite.
+        const __m512 inverse = _mm512_set1_ps(largest > 1e-30f ? 127.0f / largest : 0.0f);
+        const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse));
+        const __m512i qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
+        _mm_storeu_si128((__m128i*)(units + g * kGroup), _mm512_cvtsepi32_epi8(qa));
+        _mm_storeu_si128((__m128i*)(units + g * kGroup + 16), _mm512_cvtsepi32_epi8(qb));
+        // The largest passes over NaN, the result must not.
+        scales[g] = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) ? __builtin_nanf("") : largest / 127.0f;
+        sums[g] = _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
+    }
+}
+
+}  // namespace quartet

@@ -1,0 +1,98 @@
+"""The compiled decoder against transformers in float32: no further from it than the plain one in bfloat16."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from quartet.services.executor.native.decoder import NativeDecoder, why_not
+from quartet.services.executor.native.library import Isa, detect_isa
+from quartet.services.executor.weights import load_decoder, load_with
+
+ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+KINDS = [
+    kind for kind in (Isa.AVX512_BF16 | Isa.VNNI, Isa.AVX512_BF16 | Isa.VNNI | Isa.AMX) if kind & detect_isa() == kind
+]
+# head_size 32; neither the hidden size nor the inner one fills whole groups of 32.
+SHAPE = {"hidden_size": 100, "intermediate_size": 90, "head_dim": 32, "num_hidden_layers": 2}
+
+
+def native(folder: Any, isa: Isa, num_threads: int = 2, block_size: int = 16) -> NativeDecoder:
+    build = functools.partial(NativeDecoder, block_size=block_size, num_threads=num_threads, isa=isa)
+    return load_with(build, folder, "bfloat16")
+
+
+def run(paged_sequences: Any, decoder: Any, texts: dict[int, list[int]], block_size: int = 16) -> torch.Tensor:
+    """Prefills in two chunks, then decodes the last eight tokens one by one, all together; logits in text order."""
+    paged = paged_sequences(decoder, block_size=block_size)
+    logits: dict[int, list[torch.Tensor]] = {key: [] for key in texts}
+
+    def step(pieces: dict[int, list[int]]) -> None:
+        for key, part in paged.step({k: p for k, p in pieces.items() if p}).items():
+            logits[key].append(part.clone())
+
+    cuts = {key: max(1, len(text) // 3) for key, text in texts.items()}
+    step({key: text[: cuts[key]] for key, text in texts.items()})
+    ends = {key: max(cuts[key], len(text) - 8) for key, text in texts.items()}
+    step({key: text[cuts[key] : ends[key]] for key, text in texts.items()})
+    for i in range(8):
+        step({key: text[ends[key] + i : ends[key] + i + 1] for key, text in texts.items()})
+    return torch.cat([torch.cat(logits[key]) for key in texts])
+
+
+def texts_of(lengths: list[int]) -> dict[int, list[int]]:
+    generator = torch.Generator().manual_seed(4)
+    return {key: torch.randint(96, (length,), generator=generator).tolist() for key, length in enumerate(lengths)}
+
+
+@pytest.mark.parametrize("isa", KINDS, ids=lambda kind: kind.describe())
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_as_close_as_the_plain_decoder(paged_sequences: Any, save_model: Any, architecture: str, isa: Isa) -> None:
+    model, folder = save_model(architecture, **SHAPE)
+    texts = texts_of([1, 2, 15, 16, 17, 33, 150])
+    with torch.inference_mode():
+        exact = torch.cat([model(torch.tensor([text])).logits[0] for text in texts.values()])
+    plain = run(paged_sequences, load_decoder(folder, "bfloat16"), texts)
+    found = run(paged_sequences, native(folder, isa), texts)
+    assert found.isfinite().all()
+    errors = [float((logits - exact).square().mean().sqrt()) for logits in (plain, found)]
+    assert errors[1] < 1.1 * errors[0], errors
+    worst = [float((logits - exact).abs().max()) for logits in (plain, found)]
+    assert worst[1] < 1.5 * worst[0], worst
+
+
+@pytest.mark.parametrize("isa", KINDS, ids=lambda kind: kind.describe())
+@pytest.mark.parametrize("heads", [(4, 4), (6, 1), (20, 1)])
+def test_heads_and_wider_blocks(paged_sequences: Any, save_model: Any, isa: Isa, heads: tuple[int, int]) -> None:
+    shape = SHAPE | {"hidden_size": 120, "head_dim": 64}
+    shape |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    model, folder = save_model("LlamaForCausalLM", tie_word_embeddings=True, **shape)
+    texts = texts_of([3, 31, 40])
+    with torch.inference_mode():
+        exact = torch.cat([model(torch.tensor([text])).logits[0] for text in texts.values()])
+    plain = run(paged_sequences, load_decoder(folder, "bfloat16"), texts)
+    found = run(paged_sequences, native(folder, isa, block_size=32), texts, block_size=32)
+    errors = [float((logits - exact).square().mean().sqrt()) for logits in (plain, found)]
+    assert errors[1] < 1.1 * errors[0], errors
+
+
+@pytest.mark.skipif(not KINDS, reason="no compiled kernels here")
+def test_threads_do_not_change_results(paged_sequences: Any, save_model: Any) -> None:
+    _, folder = save_model("LlamaForCausalLM", **SHAPE)
+    texts = texts_of([5, 60, 100])
+    one, many = (run(paged_sequences, native(folder, KINDS[-1], n), texts) for n in (1, 5))
+    assert torch.equal(one, many)
+
+
+@pytest.mark.skipif(not KINDS, reason="no compiled kernels here")
+def test_what_the_kernels_do_not_fit_is_told(save_model: Any) -> None:
+    _, folder = save_model("LlamaForCausalLM", hidden_size=48)
+    config = load_decoder(folder, "bfloat16").config
+    assert "head_size 12" in (why_not(config, 16) or "")
+    with pytest.raises(ValueError, match="head_size 12"):
+        native(folder, KINDS[0])
+    _, fitting = save_model("LlamaForCausalLM", **SHAPE)
+    assert "block_size 8" in (why_not(load_decoder(fitting, "bfloat16").config, 8) or "")

@@ -1,0 +1,101 @@
+"""The compiled matrix products against float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType, quants
+
+from quartet.services.executor.native.library import Format, Isa, load_library
+
+NAN = float("nan")
+
+
+def multiply(isa: Isa, format: Format, weight: torch.Tensor, num_columns: int, x: torch.Tensor) -> torch.Tensor:
+    """weight as the format's source has it, x [M, K] bfloat16 -> [M, num_columns]."""
+    library = load_library()
+    assert library is not None
+    num_rows, num_inner = x.shape
+    # Padded all round, so that a write outside shows.
+    padded = torch.full((num_rows + 2, num_columns), NAN)
+    out = padded[1:-1]
+    assert library.quartet_multiply(
+        int(isa), int(format), num_columns, num_inner, weight.data_ptr(), num_rows, x.data_ptr(), out.data_ptr()
+    )
+    assert padded[0].isnan().all() and padded[-1].isnan().all()
+    assert not out.isnan().any()
+    return out.double()
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference as a share of the result's root mean square."""
+    return float((found - expected).abs().max() / expected.square().mean().sqrt())
+
+
+def random_shapes(seed: int, inner: list[int]) -> list[tuple[int, int, int]]:
+    rng = random.Random(seed)
+    rows = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 31, 32, 33, 70]
+    return [(m, rng.choice([1, 15, 16, 17, 31, 32, 33, 96, 200]), rng.choice(inner)) for m in rows]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_bf16(isa: Isa, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for num_rows, num_columns, num_inner in random_shapes(seed, [1, 7, 32, 50, 64, 100, 576]):
+        weight = torch.randn(num_columns, num_inner, generator=generator).bfloat16()
+        x = torch.randn(num_rows, num_inner, generator=generator).bfloat16()
+        found = multiply(isa, Format.BF16, weight, num_columns, x)
+        expected = x.double() @ weight.double().T
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_int8(isa: Isa, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for num_rows, num_columns, num_inner in random_shapes(seed, [7, 32, 50, 64, 100, 576]):
+        weight = torch.randn(num_columns, num_inner, generator=generator).bfloat16()
+        x = torch.randn(num_rows, num_inner, generator=generator).bfloat16()
+        scale = weight.double().abs().amax(-1, keepdim=True) / 127
+        dequantized = (weight.double() / scale).round() * scale
+        found = multiply(isa, Format.INT8, weight, num_columns, x)
+        expected = x.double() @ dequantized.T
+        # The rows are rounded to 8 bits of their group's largest value.
+        assert error(found, expected) < 0.04
+        if isa & Isa.AMX and num_rows > 6:
+            # A weight half way between two units may go either way.
+            assert error(found, expected) < 0.02
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_int4(isa: Isa, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for num_rows, num_columns, num_inner in random_shapes(seed, [32, 64, 96, 576]):
+        floats = torch.randn(num_columns, num_inner, generator=generator)
+        blocks = quants.quantize(floats.numpy(), GGMLQuantizationType.Q4_1)
+        dequantized = torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType.Q4_1))
+        x = torch.randn(num_rows, num_inner, generator=generator).bfloat16()
+        found = multiply(isa, Format.INT4, torch.from_numpy(blocks), num_columns, x)
+        expected = x.double() @ dequantized.double().T
+        assert error(found, expected) < 0.04
+        if isa & Isa.AMX and num_rows > 6:
+            # The weights are rounded to bfloat16.
+            assert error(found, expected) < 0.01
+
+
+@pytest.mark.parametrize("format", [Format.BF16, Format.INT8])
+@pytest.mark.parametrize("num_rows", [1, 5, 20])
+def test_what_is_not_finite_stays_so_in_its_row(isa: Isa, format: Format, num_rows: int) -> None:
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for bad in (NAN, float("inf")):
+        x = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        x[num_rows // 2, 40] = bad
+        library = load_library()
+        assert library is not None
+        out = torch.empty(num_rows, 48)
+        assert library.quartet_multiply(
+            int(isa), int(format), 48, 64, weight.data_ptr(), num_rows, x.data_ptr(), out.data_ptr()
+        )
+        finite = out.isfinite().all(-1)
+        assert finite.sum() == num_rows - 1 and not finite[num_rows // 2]
