@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from simulation.world import Process, World
 
 GATEWAY_TICK = 0.2
+DRAIN_DECISION = 0.1
 # Responses that a client may leave unread before its connection is full.
 WINDOW = 4
 STATUS = {code.value[0]: code for code in grpc.StatusCode}
@@ -360,6 +361,7 @@ class TokenizerNode:
             gateway_links=["gateway"],
             scheduler_link="scheduler-tokenizer",
             attach_grace=world.profile.grace,
+            recovery_deadline=world.profile.recovery_deadline,
             run_dir="/nowhere",
         )
         self.service = tokenizer_service.TokenizerService(settings, LOADED, None)  # type: ignore[arg-type]
@@ -374,7 +376,7 @@ class TokenizerNode:
             link.announce()
 
     def has_drained(self) -> bool:
-        return not self.service.core.num_unfinished
+        return not self.service.core.num_owed
 
     def leave(self) -> None:
         pass
@@ -417,9 +419,14 @@ class SchedulerNode:
             _traced(world, process, link.link._handler)
             link.start()
         process.check = self.check
+        self._checked = (-1, -1)
 
     def check(self) -> None:
-        check_invariants(self.service.core)
+        # Beats leave the core as it was.
+        seen = self.service._progress, self.service.core.state.last_plan
+        if seen != self._checked:
+            self._checked = seen
+            check_invariants(self.service.core)
 
     def drain(self) -> None:
         self.service.drain()
@@ -505,6 +512,7 @@ class ExecutorNode:
         self.busy = False
         self.hangs_for = 0.0
         self.draining = False
+        self.draining_since = 0.0
         identity = Identity(Role.EXECUTOR, process.slot, model=world.profile.model)
         self.link = SimDialer("scheduler-executor", identity, self, self._status)
         self.link.start()
@@ -549,10 +557,16 @@ class ExecutorNode:
 
     def drain(self) -> None:
         self.draining = True
+        self.draining_since = self.world.now
         self.link.announce()
 
     def has_drained(self) -> bool:
-        return not self.busy
+        if self.busy or self.inbox:
+            return False
+        scheduler = self.link.peer
+        if scheduler is None or not scheduler.alive:
+            return True
+        return self.world.now - self.draining_since > DRAIN_DECISION and not scheduler.draining
 
     def leave(self) -> None:
         pass

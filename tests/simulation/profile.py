@@ -47,15 +47,15 @@ class Profile:
 
     @classmethod
     def draw(cls, r: random.Random) -> Profile:
-        tight = r.random() < 0.4
-        max_model_len = 40
+        tight = r.random() < 0.5
+        max_model_len = 44
         block_size = r.choice((1, 2, 4, 4, 8))
         least = -(-max_model_len // block_size)
         model = model_info(
             vocab_size=VOCAB_SIZE,
             max_model_len=max_model_len,
             block_size=block_size,
-            num_blocks=r.randint(least, least + 4) if tight else 6 * least,
+            num_blocks=r.randint(least, least + 4) if tight else 3 * least,
             max_num_seqs=r.choice((1, 2, 4, 8)),
             max_num_batched_tokens=r.choice((4, 8, 32)),
         )
@@ -78,10 +78,10 @@ class Profile:
             grace=r.choice((0.5, 3.0, 3.0)),
             recovery_deadline=r.choice((2.0, 20.0)),
             max_unread_bytes=400 if p_slow else 1 << 20,
-            latency=r.choice((0.0001, 0.0001, 0.001, 0.05)),
+            latency=r.choice((0.0001, 0.001, 0.005, 0.05)),
             slow_by=r.choice((0.0, 0.01, 0.5)),
             p_stale=r.choice((0.0, 0.1, 1.0)),
-            num_clients=r.choice((1, 2, 3, 3, 4, 6)),
+            num_clients=r.choice((1, 2, 3, 4, 5, 7)),
             faults_until=r.choice((0.5, 2.0, 5.0)),
             events_per_fault=float("inf") if calm else r.choice((8.0, 25.0, 60.0, 200.0)),
             faults=faults,
@@ -117,18 +117,19 @@ def make_clients(world: World) -> list[Client]:
     """They come one after the other, often in the midst of the faults."""
     r, profile = world.random, world.profile
     clients = []
+    spread = r.choice((0.01, 0.01, 0.2, 2.0))
     for number in range(profile.num_clients):
         client = _client(world, f"client{number}")
         clients.append(client)
-        world.at(r.random() * min(2.0, profile.faults_until) * r.choice((0.05, 1.0)), None, client.start)
+        world.at(0.3 + r.random() * spread, None, client.start)
     return clients
 
 
 def _client(world: World, name: str) -> Client:
     r, profile = world.random, world.profile
     prompt: str | list[int]
-    max_tokens: int | None = r.randint(1, 14)
-    longest = profile.model.max_model_len - (max_tokens or 0)
+    max_tokens = r.choice((1, 2, 5, 10, 15, 20, 20))
+    longest = profile.model.max_model_len - max_tokens
     length = r.choice((1, 2, 4, 5, 8, 9, r.randint(1, longest)))
     if r.random() < 0.5:
         prompt = "".join(r.choice(LETTERS[:2]) for _ in range(length))
@@ -142,14 +143,14 @@ def _client(world: World, name: str) -> Client:
         prompt[r.randrange(len(prompt))] = POISON
     options: dict[str, Any] = {"max_tokens": max_tokens, "seed": r.randrange(1000)}
     if r.random() < 0.3:
-        options["n"] = r.choice((2, 2, 3))
+        options["n"] = r.choice((2, 2, 3, 4))
     if r.random() < 0.4:
         options["stop"] = r.sample(STOPS, r.randint(1, 4))
     if r.random() < 0.3:
         options["stop_token_ids"] = r.sample(range(len(TOKEN_BYTES)), 3)
     if r.random() < 0.2:
-        options["min_tokens"] = r.randint(0, max_tokens or 0)
-    if r.random() < 0.3:
+        options["min_tokens"] = r.randint(0, max_tokens)
+    if r.random() < 0.6:
         options["ignore_eos"] = True
     # Log-probabilities are large, and only who is slow may leave too much unread.
     if r.random() < 0.2 and not profile.p_slow:
@@ -216,9 +217,18 @@ def cut(world: World) -> None:
 
 
 def terminate(world: World) -> None:
-    process = _process(world, Role.GATEWAY, Role.TOKENIZER, Role.SCHEDULER)
+    process = _process(world)
     if process is not None:
+        world.num_deaths += 1
         world.terminate(process)
+
+
+def terminate_all(world: World) -> None:
+    """The whole line is stopped."""
+    for slot in world.slots.values():
+        if slot.process is not None and world.random.random() < 0.8:
+            world.num_deaths += 1
+            world.terminate(slot.process)
 
 
 def break_client(world: World) -> None:
@@ -243,5 +253,16 @@ def hang(world: World) -> None:
 
 FAULTS = {
     function.__name__: function
-    for function in (kill, kill_two, freeze, break_connection, cut, terminate, break_client, fail_step, hang)
+    for function in (
+        kill,
+        kill_two,
+        freeze,
+        break_connection,
+        cut,
+        terminate,
+        terminate_all,
+        break_client,
+        fail_step,
+        hang,
+    )
 }
