@@ -14,6 +14,11 @@ from quartet.services.executor.plan_columns import NewRowColumns, PlanColumns, P
 from quartet.services.executor.sampling_rows import SamplingRows
 from quartet.shared.block_hash import HASH_BYTES
 from quartet.shared.messages import StepPlan
+from quartet.shared.sampling_params import MAX_TOKEN_ID, InvalidField, RequestLimits, TextParams, validate
+
+_MAX_BIT_SET_BYTES = 2**16 // 8
+# Caps are the gateway's to set; refused here is only what cannot be computed.
+_WIDEST = RequestLimits(*[MAX_TOKEN_ID] * len(RequestLimits.__struct_fields__))
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -74,6 +79,7 @@ class InputBatch:
 
         Raises PlanError, having changed nothing, when the plan contradicts itself or the rows.
         """
+        self._check_size(plan)
         columns = unpack_plan(plan)
         self._check(columns)
         self._remove(columns.removed)
@@ -151,6 +157,11 @@ class InputBatch:
 
     # --- checks -----------------------------------------------------------------------------------
 
+    def _check_size(self, plan: StepPlan) -> None:
+        """Before anything is unpacked: a bit becomes eight bytes."""
+        if len(plan.new_rows) > self.max_num_seqs or len(plan.decode_rows) > _MAX_BIT_SET_BYTES:
+            raise PlanError(f"the plan names more rows than there are ({self.max_num_seqs})")
+
     def _check(self, plan: PlanColumns) -> None:
         """Plays the plan through on copies of the counters."""
         in_use = self.in_use.copy()
@@ -223,6 +234,12 @@ class InputBatch:
             raise PlanError(f"new row {index} has {row.num_computed_tokens} tokens of {num_tokens} computed already")
         if not 0 <= row.choice_index < 2**63 or len(row.hash_root) != HASH_BYTES:
             raise PlanError(f"new row {index} has a malformed choice_index or hash_root")
+        if not -1 <= row.prompt_logprobs_start <= num_tokens:
+            raise PlanError(f"new row {index} has prompt_logprobs_start {row.prompt_logprobs_start}")
+        try:
+            validate(row.sampling, TextParams(), 1, _WIDEST)
+        except InvalidField as error:
+            raise PlanError(f"new row {index}: {error}") from error
         self._check_block_ids(new.block_ids)
         if row.num_computed_tokens > len(new.block_ids) * self.block_table.block_size:
             raise PlanError(f"new row {index} has {row.num_computed_tokens} tokens in {len(new.block_ids)} blocks")

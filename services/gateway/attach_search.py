@@ -9,7 +9,13 @@ from quartet.services.gateway.events import StreamError
 from quartet.services.gateway.stream import Stream
 from quartet.services.gateway.subscription import Subscription
 from quartet.services.gateway.tokenizer import Peer
-from quartet.shared.messages import Attach, Attached, ErrorCode, Submit
+from quartet.shared.messages import Attach, Attached, ErrorCode, Submit, TokensPrompt
+from quartet.shared.received import are_token_ids
+from quartet.shared.sampling_params import MAX_TOKEN_ID, InvalidField, RequestLimits, TextParams, validate
+
+# What an earlier gateway let in may be more than this one's caps.
+_WIDEST = RequestLimits(*[MAX_TOKEN_ID] * len(RequestLimits.__struct_fields__))
+_MAX_TEXT_BYTES = 1 << 53
 
 
 class Search:
@@ -58,6 +64,9 @@ class Searches:
         """The stream that a tokenizer remembers, with its subscription; None when it is not wanted."""
         search = self._open.get(message.request_id)
         if search is None or search.asked.get(peer) != message.attempt:
+            return None
+        if not _can_be(message):
+            self._remove(message.request_id, search, peer)
             return None
         del self._open[message.request_id]
         stream = _stream_of(message.submit, search)
@@ -118,6 +127,28 @@ class Searches:
     def _not_found(self, request_id: int) -> None:
         message = f"request_id: {request_id:016x} is not known (any more)"
         self._open.pop(request_id).subscription.fail(StreamError(ErrorCode.NOT_FOUND, message))
+
+
+def _can_be(message: Attached) -> bool:
+    """Whether a stream can be made of it, and submitted again."""
+    submit = message.submit
+    try:
+        validate(submit.sampling, TextParams(), 1, _WIDEST)
+    except InvalidField:
+        return False
+    return (
+        submit.request_id == message.request_id
+        and isinstance(submit.prompt, TokensPrompt)
+        and bool(submit.prompt.token_ids)
+        and are_token_ids(submit.prompt.token_ids)
+        and 0 <= submit.prompt_logprobs_start <= len(submit.prompt.token_ids)
+        and all(
+            0 <= past.index <= MAX_TOKEN_ID
+            and are_token_ids(past.output_token_ids)
+            and 0 <= (past.sent_bytes or 0) <= _MAX_TEXT_BYTES
+            for past in submit.choices
+        )
+    )
 
 
 def taken_over() -> StreamError:

@@ -13,14 +13,20 @@ from typing import NamedTuple
 
 from quartet.services.gateway.events import Chunk, StreamError
 from quartet.shared.messages import ChoicePast, Delta, ErrorCode, FinishReason, TokenLogprobs
+from quartet.shared.received import are_logprobs, are_token_ids
+from quartet.shared.sampling_params import MAX_TOKEN_ID
 
 MAX_CHUNK_TOKENS = 1024
 TOKEN_BYTES = 16
 LOGPROB_BYTES = 48
 
 
+# Far more text than any stream has, and far from what a message can carry.
+_MAX_TEXT_BYTES = 1 << 53
+
+
 class Gap(Exception):
-    """A delta starts behind what is known: something in between was lost."""
+    """A delta starts behind what is known: something in between was lost. Or it says what cannot be."""
 
 
 class Position(NamedTuple):
@@ -75,11 +81,11 @@ class Choice:
         known = len(self.token_ids) - delta.start
         text = delta.text.encode()
         text_start = delta.num_text_bytes - len(text)
-        if self.base_bytes is None:
-            self.base_bytes = text_start
-        known_bytes = self.base_bytes + len(self.text) - text_start
-        if known < 0 or known_bytes < 0:
+        base_bytes = text_start if self.base_bytes is None else self.base_bytes
+        known_bytes = base_bytes + len(self.text) - text_start
+        if known < 0 or known_bytes < 0 or not _can_be(delta, text_start):
             raise Gap
+        self.base_bytes = base_bytes
         token_ids = delta.token_ids[known:] if known else delta.token_ids
         if known_bytes:
             text = text[known_bytes:]
@@ -146,3 +152,14 @@ class Choice:
     def _border(self) -> None:
         self.border_tokens.append(self.num_output_tokens)
         self.border_bytes.append(len(self.text))
+
+
+def _can_be(delta: Delta, text_start: int) -> bool:
+    return (
+        delta.start >= 0
+        and 0 <= text_start <= _MAX_TEXT_BYTES
+        and are_token_ids(delta.token_ids)
+        and 0 <= delta.num_cached_tokens <= MAX_TOKEN_ID
+        and (not isinstance(delta.stop_reason, int) or 0 <= delta.stop_reason <= MAX_TOKEN_ID)
+        and (delta.logprobs is None or are_logprobs(delta.logprobs))
+    )

@@ -18,7 +18,10 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_
     tokenizer_link: Annotated[
         str, Meta(description="where tokenizers connect: ipc://path or tcp://host:port; empty: a socket in run_dir")
     ] = ""
-    max_receive_message_bytes: Annotated[int, Meta(description="the largest request, in bytes", ge=1024)] = 16 * _MIB
+    # Twice as long on the link at most, whose frames have 64 MiB.
+    max_receive_message_bytes: Annotated[
+        int, Meta(description="the largest request, in bytes", ge=1024, le=32 * _MIB)
+    ] = 16 * _MIB
     max_send_message_bytes: Annotated[int, Meta(description="the largest response, in bytes", ge=1024)] = 16 * _MIB
     max_concurrent_requests: Annotated[
         int, Meta(description="requests worked on at once; more are refused with RESOURCE_EXHAUSTED", ge=1)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from quartet.services.gateway.choice import LOGPROB_BYTES, TOKEN_BYTES, Choice, Gap
 from quartet.services.gateway.events import StreamError
 from quartet.shared.messages import Prompt, PromptLogprobs, Submit, TokenLogprobs, TokensPrompt
+from quartet.shared.received import are_logprobs, are_token_ids
 from quartet.shared.sampling_params import SamplingParams, TextParams
 
 if TYPE_CHECKING:
@@ -83,16 +84,26 @@ class Stream:
             self.prompt_logprobs_base + len(self.prompt_logprobs),
         )
 
-    def accept(self, prompt_token_ids: list[int], fingerprints: tuple[str, str]) -> None:
-        """From now on the prompt is these ids: a template may tell the time."""
+    def accept(self, prompt_token_ids: list[int], fingerprints: tuple[str, str] | None) -> None:
+        """From now on the prompt is these ids: a template may tell the time. Raises Gap when they cannot be,
+        or are others than those that were sent."""
+        known = self.prompt_token_ids
+        if not prompt_token_ids or not are_token_ids(prompt_token_ids) or known not in (None, prompt_token_ids):
+            raise Gap
         self.accepted = True
         self.fingerprints = fingerprints
         self.prompt = TokensPrompt(prompt_token_ids)
 
     def add_prompt_logprobs(self, message: PromptLogprobs) -> None:
-        """Raises Gap when entries before these are missing."""
+        """Raises Gap when entries before these are missing, or when these cannot be."""
         known = self.prompt_logprobs_base + len(self.prompt_logprobs) - message.start
-        if known < 0:
+        end = message.start + len(message.entries)
+        if (
+            known < 0
+            or message.start < 0
+            or end > len(self.prompt_token_ids or ())
+            or not are_logprobs(message.entries)
+        ):
             raise Gap
         self.prompt_logprobs += message.entries[known:]
 

@@ -236,8 +236,7 @@ class StreamTable:
                     stream.left = None
                     peer_left.send(abort)
                 if stream is not None and not stream.accepted:
-                    stream.accept(message.prompt_token_ids, tokenizer.fingerprints)
-                    self._wake(stream)
+                    self._on_accepted(tokenizer, stream, message)
             case PromptLogprobs():
                 self._on_prompt_logprobs(tokenizer, message)
             case Attached():
@@ -357,6 +356,8 @@ class StreamTable:
         if stream is None or choice is None or choice.finished:
             return
         try:
+            if not stream.accepted:
+                raise Gap  # the Accepted goes before all deltas
             size = choice.add(delta)
         except Gap:
             self._resubmit_after_gap(stream)
@@ -384,6 +385,14 @@ class StreamTable:
         if stream.unfinished == 0:
             tokenizer.peer.send(Release(stream.request_id, stream.attempt))
             self._finish(stream)
+
+    def _on_accepted(self, tokenizer: Tokenizer, stream: Stream, message: Accepted) -> None:
+        try:
+            stream.accept(message.prompt_token_ids, tokenizer.known_fingerprints)
+        except Gap:
+            self._resubmit_after_gap(stream)
+        else:
+            self._wake(stream)
 
     def _on_prompt_logprobs(self, tokenizer: Tokenizer, message: PromptLogprobs) -> None:
         stream = self._current(tokenizer, message.request_id, message.attempt)
@@ -413,7 +422,7 @@ class StreamTable:
     def _adopt(self, tokenizer: Tokenizer, attempt: int, stream: Stream) -> None:
         """A request of an earlier gateway goes on here."""
         stream.attempt = attempt
-        stream.fingerprints = tokenizer.fingerprints
+        stream.fingerprints = tokenizer.known_fingerprints
         self._open[stream.request_id] = stream
         self._belongs(stream, tokenizer)
         if stream.unfinished == 0:

@@ -41,3 +41,8 @@ class Tokenizer:
     def fingerprints(self) -> tuple[str, str]:
         model = self.peer.model
         return ("" if model is None else model.model_fingerprint, self.peer.tokenizer_fingerprint)
+
+    @property
+    def known_fingerprints(self) -> tuple[str, str] | None:
+        """None while it has no model: what is bound to that could go nowhere else."""
+        return None if self.peer.model is None else self.fingerprints

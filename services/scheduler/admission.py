@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from quartet.services.scheduler.state import SchedulerState
 from quartet.shared.messages import ErrorCode, Failed, ModelInfo, NewRequest
-from quartet.shared.sampling_params import MAX_TOKEN_ID, InvalidField, validate_token_ids
+from quartet.shared.sampling_params import (
+    MAX_TOKEN_ID,
+    InvalidField,
+    RequestLimits,
+    TextParams,
+    validate,
+    validate_token_ids,
+)
 
 RETRY_AFTER_MS = 1000
+# Caps are the gateway's to set; refused here is only what no executor could do.
+_WIDEST = RequestLimits(*[MAX_TOKEN_ID] * len(RequestLimits.__struct_fields__))
 
 
 def refusal(state: SchedulerState, message: NewRequest, *, draining: bool) -> Failed | None:
     """Why a request that is not known cannot be had; None when it can."""
-    failed = malformed(message)
-    if failed is None and state.model is not None:
-        failed = never_fits(state.model, message)
+    failed = invalid(state, message)
     if failed is not None or _was_accepted_before(message):
         return failed
     if draining:
@@ -30,6 +37,14 @@ def refusal(state: SchedulerState, message: NewRequest, *, draining: bool) -> Fa
     return None
 
 
+def invalid(state: SchedulerState, message: NewRequest) -> Failed | None:
+    """What is wrong with a request, whoever sends it and however often."""
+    failed = malformed(message)
+    if failed is None and state.model is not None:
+        failed = never_fits(state.model, message)
+    return failed
+
+
 def malformed(message: NewRequest) -> Failed | None:
     if not message.prompt_token_ids:
         return _failed(message, ErrorCode.INVALID_ARGUMENT, "the prompt has no tokens", "prompt")
@@ -38,6 +53,17 @@ def malformed(message: NewRequest) -> Failed | None:
     for choice in message.choices:
         if not 0 <= choice.index <= MAX_TOKEN_ID:
             return _failed(message, ErrorCode.INVALID_ARGUMENT, f"choice index {choice.index} is out of range", "n")
+    num_prompt_tokens, start = len(message.prompt_token_ids), message.prompt_logprobs_start
+    if not 0 <= start <= num_prompt_tokens:
+        text = f"prompt_logprobs_start is {start}, the prompt has {num_prompt_tokens} tokens"
+        return _failed(message, ErrorCode.INVALID_ARGUMENT, text, "prompt_logprobs_start")
+    try:
+        validate(message.sampling, TextParams(), 1, _WIDEST)
+        validate_token_ids("prompt", message.prompt_token_ids, MAX_TOKEN_ID + 1)
+        for choice in message.choices:
+            validate_token_ids("past_token_ids", choice.output_token_ids, MAX_TOKEN_ID + 1)
+    except InvalidField as error:
+        return _failed(message, ErrorCode.INVALID_ARGUMENT, str(error), error.field)
     return None
 
 

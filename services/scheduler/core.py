@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from quartet.services.scheduler.settings import SchedulerSettings
 
 MAX_PLANS_IN_FLIGHT = 2
+MAX_PROMPT_LOGPROBS = 4096
 
 _log = get_logger()
 
@@ -70,6 +71,7 @@ class SchedulerCore:
         self._clock = clock
         self._scheduler = StepScheduler(self.state)
         self._arrivals = 0
+        self._takeovers = 0  # asked for and not granted yet
         self._effects: list[Effect] = []
         # The executor that takes plans, or took them last, and since when none does.
         self._executor_incarnation = 0
@@ -147,7 +149,7 @@ class SchedulerCore:
         if not self.ledger.is_outdated(message.request_id, message.attempt):
             owner = self.ledger.owner(key)
             group = self.ledger.groups.get(message.request_id)
-            if group is not None and self._is_known(group, message):
+            if group is not None and self._is_known(group, message) and not admission.invalid(self.state, message):
                 self._add_again(group, owner, message)
             else:
                 self._add(group, owner, message)
@@ -213,7 +215,8 @@ class SchedulerCore:
         state.configure(model)
         for group in list(self.ledger.groups.values()):
             self._refit(group, before, model)
-        self._effects.append((EXECUTOR, Takeover(self._incarnation)))
+        self._takeovers = 0
+        self._take_over()
         return self._take_effects()
 
     def executor_down(self, *, planned: bool = False) -> list[Effect]:
@@ -230,12 +233,21 @@ class SchedulerCore:
             self._no_executor_since = self._clock() if stalled else None
 
     def granted(self, message: Granted) -> list[Effect]:
-        if self.state.epoch is not None:
+        epoch = self.state.epoch
+        if not self._takeovers and (epoch is None or message.epoch <= epoch):
+            # Nobody asked. Plans of an older epoch would be dropped without a word.
+            _log.warning("a grant that was not asked for is ignored", epoch=message.epoch)
+            return []
+        self._takeovers = max(0, self._takeovers - 1)
+        if epoch is not None:
             self.state.lose_executor()
-        hashes = message.block_hashes
+        hashes, block_ids = message.block_hashes, list[int]()
         block_hashes = [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
-        block_ids = unpack_u32(message.block_ids)
-        if len(block_ids) != len(block_hashes):
+        try:
+            block_ids = unpack_u32(message.block_ids)
+        except ValueError:
+            _log.warning("the executor's block table is cut short", num_bytes=len(message.block_ids))
+        if len(block_ids) * HASH_BYTES != len(hashes):
             _log.warning("the executor's block table is malformed", block_ids=len(block_ids), hashes=len(block_hashes))
             block_ids, block_hashes = [], []
         self.state.granted(message.epoch, block_ids, block_hashes)
@@ -317,9 +329,10 @@ class SchedulerCore:
             self._drop(group)
         elif group.sampling.prompt_logprobs is not None:
             entries = group.prompt_logprobs[message.prompt_logprobs_start - group.prompt_logprobs_base :]
-            if entries:
-                logprobs = PromptLogprobs(group.request_id, group.attempt, message.prompt_logprobs_start, entries)
-                self._effects.append((owner.key, logprobs))
+            # In parts: all of a long prompt's might be more than a frame holds.
+            for i in range(0, len(entries), MAX_PROMPT_LOGPROBS):
+                part, start = entries[i : i + MAX_PROMPT_LOGPROBS], message.prompt_logprobs_start + i
+                self._effects.append((owner.key, PromptLogprobs(group.request_id, group.attempt, start, part)))
 
     def _add_choice(self, group: RequestGroup, past: ChoicePast) -> None:
         request = Request(group, past)
@@ -397,6 +410,10 @@ class SchedulerCore:
         """The executor's rows are not what they are held to be: start over with it."""
         _log.warning("taking the executor over again", reason=reason)
         self.state.lose_executor()
+        self._take_over()
+
+    def _take_over(self) -> None:
+        self._takeovers += 1
         self._effects.append((EXECUTOR, Takeover(self._incarnation)))
 
     def _take_effects(self) -> list[Effect]:

@@ -42,6 +42,11 @@ def apply_result(state: SchedulerState, result: StepResult) -> StepUpdate:
     sampling = plan.sampling()
     if len(token_ids) != len(sampling):
         raise ResultMismatch(f"step {result.step_id} gave {len(token_ids)} tokens for {len(sampling)} rows")
+    if token_ids and state.model is not None and max(token_ids) >= state.model.vocab_size:
+        # Such an id would travel in the next plan's rows, be refused there, and come again.
+        unknown = [token_id for token_id in token_ids if state.model.vocab_size <= token_id != FAILED_TOKEN_ID]
+        if unknown:
+            raise ResultMismatch(f"step {result.step_id} gave token {unknown[0]}, outside of the vocabulary")
     logprobs = result.logprobs
     if logprobs is not None and len(logprobs) != len(sampling):
         raise ResultMismatch(f"step {result.step_id} gave {len(logprobs)} logprobs for {len(sampling)} rows")

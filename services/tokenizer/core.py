@@ -43,6 +43,7 @@ from quartet.shared.messages import (
 from quartet.shared.sampling_params import InvalidField
 
 CALL_TIMEOUT = 5.0
+MAX_PROMPT_LOGPROBS = 4096
 
 
 class Send(NamedTuple):
@@ -339,8 +340,11 @@ class TokenizerCore:
         skip = first - known.submit.prompt_logprobs_start
         if 0 <= skip < len(known.prompt_logprobs):
             request.prompt_logprobs = known.prompt_logprobs[skip:]
-            entries = PromptLogprobs(request.request_id, request.attempt, first, request.prompt_logprobs)
-            self._to_gateway(request.owner, entries)
+            # In parts: all of a long prompt's might be more than a frame holds.
+            for i in range(0, len(request.prompt_logprobs), MAX_PROMPT_LOGPROBS):
+                part = request.prompt_logprobs[i : i + MAX_PROMPT_LOGPROBS]
+                entries = PromptLogprobs(request.request_id, request.attempt, first + i, part)
+                self._to_gateway(request.owner, entries)
 
     def _output(self, request: Request, output: Output) -> None:
         choice = request.choices.get(output.index)
