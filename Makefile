@@ -1,6 +1,7 @@
 # make up        install, fetch the model, start all four services and stream a first answer
 # make test      the tests (minutes);  make test-full  with the long ones
 # make lint      format, lint, types, the import law, generated code
+# make fuzz      a million mutated frames over every socket (some twenty minutes)
 # make bench     measurements, as JSON
 # make chaos     kill, freeze and cut off services under streams for minutes; one JSON line
 #
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: up install test test-full lint types format bench chaos clean
+.PHONY: up install test test-full lint types format bench chaos fuzz clean
 
 up: $(VENV)/.run
 	@$(BIN)/quartet serve --demo $(ARGS)
@@ -46,6 +47,10 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	@$(BIN)/python -m bench $(ARGS)
+
+# Nightly: a million mutated frames over every socket; ARGS='--seconds 60' for a look.
+fuzz: $(VENV)/.dev
+	@PYTHONPATH=tests $(BIN)/python -m fuzz $(ARGS)
 
 chaos: $(VENV)/.run
 	@$(BIN)/python -m bench.chaos $(ARGS)
