@@ -29,6 +29,7 @@ run one service by itself (containers, several machines):
 tools:
   fetch      download a model into the cache and print where it is
   keys       make the keys of links between hosts
+  conformance  check that a service keeps the wire protocol (for services of your own)
   health     exit with 0 when a service is ready (for container health checks)
 
 Each command explains itself: quartet COMMAND --help. First steps:
@@ -39,7 +40,7 @@ Each command explains itself: quartet COMMAND --help. First steps:
 # A package of each service's extra that is missing when the extra is not installed.
 SERVICES = {"gateway": "grpc", "tokenizer": "tokenizers", "scheduler": "zmq", "executor": "torch"}
 
-COMMANDS = ("serve", "chat", "generate", "fetch", "health", "keys")
+COMMANDS = ("serve", "chat", "generate", "fetch", "health", "keys", "conformance")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,6 +79,8 @@ def _run(command: str, argv: Sequence[str]) -> int:
         from quartet.services.cli.fetch import main as run
     elif command == "keys":
         from quartet.services.cli.keys import main as run
+    elif command == "conformance":
+        from quartet.services.cli.conformance import main as run
     else:
         from quartet.services.cli.health import main as run
     return run(argv)

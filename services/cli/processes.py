@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 _PR_SET_PDEATHSIG = 1
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """Runs in the child before exec: the kernel kills it when its parent is gone, even by SIGKILL."""
     if not sys.platform.startswith("linux"):
         return None
@@ -39,7 +39,7 @@ class Process:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if quiet else None,
             process_group=0,
-            preexec_fn=_die_with_parent(),
+            preexec_fn=die_with_parent(),
         )
         self.pid = self._popen.pid
 

@@ -285,7 +285,6 @@ class Bound(Endpoint):
         self.expected_role = Role.TOKENIZER
         self.answer: Callable[[], Message | None] = self.own_hello
         self.hellos: list[tuple[bytes, Hello]] = []
-        self.num_opened = 0
         self.unopened: list[AnyMessage] = []
         self._route = b""
         self.bind()
@@ -350,19 +349,12 @@ class Bound(Endpoint):
             hello.role is self.expected_role,
             f"its Hello says that it is a {hello.role.name.lower()}",
         )
-        fresh = session != self.session
+        if session != self.session:
+            self.hello = None
         self._route, self.session = route, session
         answer = self.answer()
-        if fresh:
-            self.hello = None
         if answer is not None:
             self.send(answer)
             usable = isinstance(answer, Hello) and answer.min_protocol_version <= PROTOCOL_VERSION
-            if fresh and usable:
-                self.num_opened += 1
+            if self.hello is None and usable:
                 self._greeted(hello)
-                self._opened()
-
-    def _opened(self) -> None:
-        self.send(self.status)
-        self._beat_at = time.monotonic() + BEAT_INTERVAL
