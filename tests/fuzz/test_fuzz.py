@@ -12,8 +12,6 @@ from quartet.shared.messages import GetLoads, decode
 
 # With 250 frames a seed, all arenas together: 10,500 frames.
 SEEDS = range(6)
-# Seeds that have failed once, and why.
-KEPT: list[tuple[str, int]] = []
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -21,11 +19,6 @@ KEPT: list[tuple[str, int]] = []
 def test_no_frame_ends_or_stalls_a_service(arena: str, seed: int) -> None:
     report = run(arena, seed)
     assert report.frames == 250
-
-
-@pytest.mark.parametrize(("arena", "seed"), KEPT)
-def test_seeds_that_have_failed(arena: str, seed: int) -> None:
-    run(arena, seed)
 
 
 def test_the_mutator_makes_frames_of_every_kind() -> None:
