@@ -214,7 +214,7 @@ def test_with_the_right_key_messages_pass_both_ways(address: str, keys: str) -> 
         b.close()  # and a new binder with the same keys is found
         await left.expect("down")
         b = binder(address, right, keys)
-        b.start()
+        await b.start_when_free()
         await left.expect("up")
         b.close()
         d.close()
@@ -302,7 +302,7 @@ def test_without_the_right_key_nothing_passes_and_the_right_one_heals_it(
         d.close()
         b.close()
         b, d = binder(address, right, keys), dialer(address, good, keys)
-        b.start()
+        await b.start_when_free()
         d.start()
         await good.expect("up")
         b.close()
@@ -322,7 +322,7 @@ def test_a_dialer_finds_a_binder_whose_keys_were_put_right(address: str, keys: s
         assert not left.seen
         wrong.close()
         b = binder(address, right, keys)
-        b.start()
+        await b.start_when_free()
         await left.expect("up")
         b.close()
         d.close()
