@@ -1,7 +1,7 @@
 # make up        install, fetch the model, start all four services and stream a first answer
 # make test      the tests (minutes);  make test-full  with the long ones
 # make lint      format, lint, types, the import law, generated code
-# make fuzz      a million mutated frames over every socket (some twenty minutes)
+# make fuzz      a million mutated frames over every socket (a quarter of an hour)
 # make bench     measurements, as JSON
 # make chaos     kill, freeze and cut off services under streams for minutes; one JSON line
 #
