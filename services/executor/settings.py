@@ -18,6 +18,13 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown
             description="of weights and KV memory; auto: the model's, but 16 bits are float32 on a CPU without bfloat16"
         ),
     ] = "auto"
+    quantization: Annotated[
+        Literal["none", "auto", "int8", "int4"],
+        Meta(
+            description="of the weights, on compiled kernels: int8, int4 (4 bits as GGUF's Q4_1, the head in 8); "
+            "auto: int4 when the model's file is Q4_1"
+        ),
+    ] = "none"
     attention_backend: Annotated[
         Literal["auto", "torch_paged"],
         Meta(description="torch_paged: all in plain torch; auto: compiled kernels where the CPU and dtype allow them"),
@@ -42,6 +49,8 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown
     def __post_init__(self) -> None:
         if self.num_blocks and self.kv_cache_bytes:
             raise ValueError("num_blocks and kv_cache_bytes both size the KV pool: give one of them")
+        if self.quantization in ("int8", "int4") and self.dtype in ("float32", "float16"):
+            raise ValueError(f"quantization {self.quantization} computes in bfloat16, not {self.dtype}")
         if self.device == "cuda":
             raise ValueError("device cuda is not built yet: use cpu (or auto)")
 

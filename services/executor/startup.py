@@ -14,10 +14,10 @@ from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.model_runner import Model, ModelRunner
 from quartet.services.executor.models.config import ModelConfig, ModelError
-from quartet.services.executor.native.decoder import NativeDecoder, why_not
+from quartet.services.executor.native.decoder import NativeDecoder, Quantization, why_not
 from quartet.services.executor.resources import available_memory, has_native_bfloat16, num_cpus, num_kv_blocks
 from quartet.services.executor.settings import ExecutorSettings
-from quartet.services.executor.weights import DTYPES, load_config, load_decoder, load_with
+from quartet.services.executor.weights import DTYPES, is_q4_1, load_config, load_decoder, load_with
 from quartet.shared.log import get_logger
 from quartet.shared.messages import ModelInfo
 from quartet.shared.model_files import resolve_model
@@ -76,12 +76,23 @@ def _load_model(settings: ExecutorSettings, path: Path, config: ModelConfig, dty
     """On the compiled kernels where they can serve it, else in plain torch."""
     reason = _why_plain(settings, config, dtype)
     if reason is not None:
+        if settings.quantization in ("int8", "int4"):
+            raise ModelError(f"quantization {settings.quantization} needs the compiled kernels, but {reason}")
         log.info("running in plain torch", reason=reason)
         return load_decoder(path, dtype, progress=_log_progress)
-    build = functools.partial(NativeDecoder, block_size=settings.block_size, num_threads=num_threads)
+    quantization = _pick_quantization(settings, path)
+    build = functools.partial(
+        NativeDecoder, block_size=settings.block_size, num_threads=num_threads, quantization=quantization
+    )
     decoder = load_with(build, path, dtype, progress=_log_progress)
-    log.info("running on compiled kernels", isa=decoder.isa.describe())
+    log.info("running on compiled kernels", isa=decoder.isa.describe(), quantization=quantization)
     return decoder
+
+
+def _pick_quantization(settings: ExecutorSettings, path: Path) -> Quantization:
+    if settings.quantization != "auto":
+        return settings.quantization
+    return "int4" if is_q4_1(path) else "none"
 
 
 def _why_plain(settings: ExecutorSettings, config: ModelConfig, dtype: str) -> str | None:

@@ -14,9 +14,9 @@ from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.loop import ExecutorLoop
 from quartet.services.executor.model_runner import ModelRunner
 from quartet.services.executor.models.config import ModelConfig
-from quartet.services.executor.models.decoder import LoadParameter
 from quartet.services.executor.native.decoder import NativeDecoder
 from quartet.services.executor.weights import load_decoder, load_with
+from quartet.services.executor.weights.loader import Parameters
 from quartet.services.scheduler.core import EXECUTOR, SchedulerCore
 from quartet.services.scheduler.settings import SchedulerSettings
 from quartet.shared import messages
@@ -47,7 +47,7 @@ class Engine:
         budget: int = 256,
         max_num_seqs: int = 64,
         dtype: str = "float32",
-        native: Callable[[ModelConfig, LoadParameter], NativeDecoder] | None = None,
+        native: Callable[[ModelConfig, Parameters], NativeDecoder] | None = None,
     ) -> None:
         decoder = load_decoder(path, dtype, "cpu") if native is None else load_with(native, path, "bfloat16")
         device = torch.device("cpu")

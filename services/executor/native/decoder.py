@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from ctypes import c_void_p
+from typing import Literal, Protocol
 
+import gguf
 import torch
 
 from quartet.services.executor.attention.interface import AttentionBackend
@@ -16,7 +17,16 @@ from quartet.services.executor.models.parameters import EMBED_TOKENS, FINAL_NORM
 from quartet.services.executor.models.rope import RotaryEmbedding
 from quartet.services.executor.native.library import DecoderConfig, Format, Isa, Step, detect_isa, load_library
 
-LoadParameter = Callable[[str], torch.Tensor]
+
+class LoadParameters(Protocol):
+    """Each parameter once: by name, or as GGML's Q4_1 blocks where the checkpoint has it so (else None)."""
+
+    def __call__(self, name: str) -> torch.Tensor: ...
+
+    def q4_1(self, name: str) -> torch.Tensor | None: ...
+
+
+Quantization = Literal["none", "int8", "int4"]
 
 _QKV, _OUTPUT, _GATE_UP, _DOWN, _HEAD = range(5)
 _INPUT_NORM, _POST_ATTENTION_NORM, _QUERY_NORM, _KEY_NORM, _FINAL_NORM = range(5)
@@ -46,15 +56,14 @@ class NativeDecoder:
     def __init__(
         self,
         config: ModelConfig,
-        load: LoadParameter,
+        load: LoadParameters,
         *,
         block_size: int,
         num_threads: int,
+        quantization: Quantization = "none",
         isa: Isa | None = None,
-        layer_format: Format = Format.BF16,
-        head_format: Format = Format.BF16,
     ) -> None:
-        """`load` gives each parameter of `parameter_shapes(config)` once. `isa` narrows what the CPU has.
+        """`load` gives each parameter of `parameter_shapes(config)`. `isa` narrows what the CPU has.
         Raises ValueError where `why_not` has a reason, MemoryError when memory is short."""
         reason = why_not(config, block_size)
         library = load_library()
@@ -64,7 +73,9 @@ class NativeDecoder:
         self.isa = detect_isa() if isa is None else isa
         self._library = library
         self._block_size = block_size
-        self._layer_format = layer_format
+        self._layer_format = {"none": Format.BF16, "int8": Format.INT8, "int4": Format.INT4}[quantization]
+        # A head in 4 bits would cost 8 % of perplexity.
+        head_format = Format.BF16 if quantization == "none" else Format.INT8
         handle = library.quartet_decoder_new(
             DecoderConfig(
                 num_layers=config.num_layers,
@@ -91,9 +102,9 @@ class NativeDecoder:
             self._load_layer(layer, load)
         self._set_vector(0, _FINAL_NORM, load(FINAL_NORM))
         if config.tie_word_embeddings:
-            self._set_matrix(0, _HEAD, head_format, embed_tokens)
+            self._set_matrix(0, _HEAD, head_format, [embed_tokens])
         else:
-            self._set_matrix(0, _HEAD, head_format, load(LM_HEAD))
+            self._set_matrix(0, _HEAD, head_format, [load(LM_HEAD)])
             _check_memory(library.quartet_decoder_set_embedding(self._handle, _bf16(embed_tokens).data_ptr()))
 
         self._rotary = RotaryEmbedding(config.rope, config.head_size, self.device)
@@ -142,13 +153,16 @@ class NativeDecoder:
 
     # --- loading ----------------------------------------------------------------------------------
 
-    def _load_layer(self, layer: int, load: LoadParameter) -> None:
+    def _load_layer(self, layer: int, load: LoadParameters) -> None:
         config, prefix = self.config, f"model.layers.{layer}."
 
         def matrix(kind: int, has_bias: bool, *names: str) -> None:
-            weight = torch.cat([load(f"{prefix}{name}.weight") for name in names])
+            weights: list[torch.Tensor] = []
+            for name in names:
+                blocks = load.q4_1(f"{prefix}{name}.weight") if self._layer_format is Format.INT4 else None
+                weights.append(load(f"{prefix}{name}.weight") if blocks is None else blocks)
             bias = torch.cat([load(f"{prefix}{name}.bias") for name in names]) if has_bias else None
-            self._set_matrix(layer, kind, self._layer_format, weight, bias, paired=kind == _GATE_UP)
+            self._set_matrix(layer, kind, self._layer_format, weights, bias)
 
         self._set_vector(layer, _INPUT_NORM, load(prefix + "input_layernorm.weight"))
         matrix(_QKV, config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -162,16 +176,16 @@ class NativeDecoder:
         self._library.quartet_decoder_set_window(self._handle, layer, config.layer_windows[layer] or 0)
 
     def _set_matrix(
-        self,
-        layer: int,
-        kind: int,
-        format: Format,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        paired: bool = False,
+        self, layer: int, kind: int, format: Format, weights: list[torch.Tensor], bias: torch.Tensor | None = None
     ) -> None:
-        num_columns, num_inner = weight.shape
-        data = _bf16(weight)
+        """weights: the matrices [N_i, K] that lie on each other, or their Q4_1 blocks [N_i, K / 32 * 20] uint8."""
+        num_inner = _num_inner(weights[0])
+        if format is Format.INT4 and num_inner % 32:
+            format = Format.INT8
+        if format is Format.INT4:
+            data = torch.cat([_as_q4_1(weight) for weight in weights])
+        else:
+            data = torch.cat([_bf16(weight) for weight in weights])
         bias = None if bias is None else bias.float().contiguous()
         _check_memory(
             self._library.quartet_decoder_set_matrix(
@@ -179,9 +193,9 @@ class NativeDecoder:
                 layer,
                 kind,
                 int(format),
-                num_columns,
+                len(data),
                 num_inner,
-                int(paired),
+                int(kind == _GATE_UP),
                 data.data_ptr(),
                 None if bias is None else bias.data_ptr(),
             )
@@ -209,6 +223,16 @@ class NativeDecoder:
         half = self.config.head_size // 2
         cos, sin = self._rotary(torch.arange(max(_FIRST_ANGLES, 2 * num_positions)))
         self._cos, self._sin = cos[:, 0, :half].contiguous(), sin[:, 0, half:].contiguous()
+
+
+def _num_inner(weight: torch.Tensor) -> int:
+    return weight.shape[1] // 20 * 32 if weight.dtype == torch.uint8 else weight.shape[1]
+
+
+def _as_q4_1(weight: torch.Tensor) -> torch.Tensor:
+    if weight.dtype == torch.uint8:
+        return weight
+    return torch.from_numpy(gguf.quants.quantize(weight.float().numpy(), gguf.GGMLQuantizationType.Q4_1))
 
 
 def _bf16(tensor: torch.Tensor) -> torch.Tensor:

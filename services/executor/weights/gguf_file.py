@@ -65,7 +65,16 @@ class GGUFFile:
         return self._tensors[name].name if name in self._tensors else _gguf_name(name)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        tensor = _dequantize(self._tensors[name]).to(dtype)
+        return self._in_halves(name, _dequantize(self._tensors[name]).to(dtype))
+
+    def read_q4_1(self, name: str) -> torch.Tensor | None:
+        tensor = self._tensors[name]
+        if tensor.quantization != gguf.GGMLQuantizationType.Q4_1:
+            return None
+        return self._in_halves(name, torch.from_numpy(tensor.data.copy()))
+
+    def _in_halves(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Works on whole rows, whatever they are made of."""
         if self._permuted and ".self_attn.q_proj." in name:
             return _split_halves(tensor, self.config.num_heads)
         if self._permuted and ".self_attn.k_proj." in name:

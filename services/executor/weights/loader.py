@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from quartet.services.executor.models.config import ModelConfig, ModelError
-from quartet.services.executor.models.decoder import Decoder, LoadParameter
+from quartet.services.executor.models.decoder import Decoder
 from quartet.services.executor.models.parameters import EMBED_TOKENS, LM_HEAD, parameter_shapes
 from quartet.services.executor.weights.gguf_file import GGUFFile
 from quartet.services.executor.weights.safetensors_folder import SafetensorsFolder, read_folder_config
@@ -22,11 +22,45 @@ Progress = Callable[[int, int], None]
 Built = TypeVar("Built")
 
 
+class Parameters:
+    """Gives each parameter once, by calling it with the name or in the checkpoint's own 4 bits."""
+
+    def __init__(
+        self, source: WeightSource, names: set[str], dtype: torch.dtype, device: str, progress: Progress | None
+    ) -> None:
+        self.pending = names
+        self._source = source
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._total = len(names)
+
+    def __call__(self, name: str) -> torch.Tensor:
+        return self._taken(name, self._source.read(name, self._dtype).to(self._device))
+
+    def q4_1(self, name: str) -> torch.Tensor | None:
+        """See WeightSource.read_q4_1; None leaves the parameter to be asked for otherwise."""
+        blocks = self._source.read_q4_1(name)
+        return None if blocks is None else self._taken(name, blocks)
+
+    def _taken(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+        self.pending.remove(name)
+        if self._progress is not None:
+            self._progress(self._total - len(self.pending), self._total)
+        return parameter
+
+
 def load_config(path: Path) -> ModelConfig:
     """`path` is a .gguf file or a model folder. Raises ModelError (a ValueError)."""
     if path.is_dir():
         return read_folder_config(path)
     return _open(path).config
+
+
+def is_q4_1(path: Path) -> bool:
+    """Whether the checkpoint holds its layers' matrices in GGML's Q4_1."""
+    source = _open(path)
+    return source.read_q4_1("model.layers.0.mlp.down_proj.weight") is not None
 
 
 def load_decoder(path: Path, dtype: str = "auto", device: str = "cpu", progress: Progress | None = None) -> Decoder:
@@ -35,7 +69,7 @@ def load_decoder(path: Path, dtype: str = "auto", device: str = "cpu", progress:
 
 
 def load_with(
-    build: Callable[[ModelConfig, LoadParameter], Built],
+    build: Callable[[ModelConfig, Parameters], Built],
     path: Path,
     dtype: str = "auto",
     device: str = "cpu",
@@ -58,19 +92,10 @@ def load_with(
     if config.tie_word_embeddings and LM_HEAD in source.shapes and not _same_head(source):
         # The file's own head wins over a stale flag.
         config = replace(config, tie_word_embeddings=False)
-    pending = set(parameter_shapes(config))
-    total = len(pending)
-
-    def load(name: str) -> torch.Tensor:
-        pending.remove(name)
-        parameter = source.read(name, target).to(device)
-        if progress is not None:
-            progress(total - len(pending), total)
-        return parameter
-
-    decoder = build(config, load)
-    if pending:
-        raise AssertionError(f"the decoder left parameters unset: {sorted(pending)}")
+    parameters = Parameters(source, set(parameter_shapes(config)), target, device, progress)
+    decoder = build(config, parameters)
+    if parameters.pending:
+        raise AssertionError(f"the decoder left parameters unset: {sorted(parameters.pending)}")
     return decoder
 
 

@@ -59,6 +59,9 @@ class SafetensorsFolder:
         tensor: torch.Tensor = self._files[name].get_tensor(name)
         return tensor.to(dtype, copy=True)
 
+    def read_q4_1(self, name: str) -> torch.Tensor | None:
+        return None
+
     def _add(self, path: Path) -> None:
         try:
             file: Any = safe_open(path, framework="pt")

@@ -31,3 +31,7 @@ class WeightSource(Protocol):
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A new tensor on the CPU that owns its memory."""
         ...
+
+    def read_q4_1(self, name: str) -> torch.Tensor | None:
+        """A matrix as GGML's Q4_1 blocks [rows, columns / 32 * 20] uint8 where the checkpoint holds it so."""
+        ...

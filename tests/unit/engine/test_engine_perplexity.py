@@ -34,6 +34,14 @@ def reference(path):
     return ids, found
 
 
+def score(engine, ids):
+    request_id = engine.add(ids, 0, prompt_logprobs=0)
+    engine.run()
+    entries = engine.prompt_logprobs[request_id]
+    assert len(entries) == len(ids) and entries[0] is None
+    return -sum(entry.logprob for entry in entries[1:]) / (len(ids) - 1)
+
+
 NATIVE = pytest.mark.skipif(not detect_isa(), reason="no compiled kernels here")
 
 
@@ -42,9 +50,16 @@ def test_bf16_keeps_the_perplexity(path, reference, kernels):
     ids, expected = reference
     native = functools.partial(NativeDecoder, block_size=16, num_threads=2) if kernels == "native" else None
     engine = Engine(path, dtype="bfloat16", num_blocks=80, native=native)
-    request_id = engine.add(ids, 0, prompt_logprobs=0)
-    engine.run()
-    entries = engine.prompt_logprobs[request_id]
-    assert len(entries) == len(ids) and entries[0] is None
-    ours = -sum(entry.logprob for entry in entries[1:]) / (len(ids) - 1)
+    ours = score(engine, ids)
     assert abs(math.exp(ours - expected) - 1) < 0.01, (math.exp(ours), math.exp(expected))
+
+
+@pytest.mark.skipif(not detect_isa(), reason="no compiled kernels here")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("budget", [256, 4])
+def test_quantized_weights_keep_the_perplexity(path, reference, quantization, budget):
+    """Steps of 256 tokens and of 4 multiply by different kernels."""
+    ids, expected = reference
+    native = functools.partial(NativeDecoder, block_size=16, num_threads=2, quantization=quantization)
+    engine = Engine(path, dtype="bfloat16", num_blocks=80, budget=budget, native=native)
+    assert abs(math.exp(score(engine, ids) - expected) - 1) < 0.01, (quantization, budget)

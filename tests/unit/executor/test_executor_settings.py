@@ -19,6 +19,8 @@ def test_flags_and_defaults() -> None:
         (["--dtype", "int3"], "float32"),
         (["--num-blocks", "4", "--kv-cache-bytes", "4096"], "give one of them"),
         (["--kv-memory-fraction", "0"], "kv-memory-fraction"),
+        (["--quantization", "int8", "--dtype", "float32"], "quantization int8 computes in bfloat16"),
+        (["--quantization", "int5"], "int8, int4"),
     ],
 )
 def test_wrong_settings_are_refused(argv: list[str], message: str) -> None:

@@ -12,9 +12,13 @@ constexpr int kStrip = 32;    // output columns of a strip: two vectors of 16
 constexpr int kGroup = 32;    // inner elements that share a scale
 constexpr int kRowBlock = 32;  // rows that a product takes at a time
 
+// Bytes of a group of a strip.
+constexpr size_t kInt8GroupBytes = 2 * kStrip + kGroup * kStrip;
+constexpr size_t kInt4GroupBytes = 2 * 2 * kStrip + kGroup * kStrip / 2;
+
 enum class Format : int {
     kBf16 = 0,  // [K / 2][32][2] bf16: a line holds two k of 16 columns, as dpbf16ps and AMX want them
-    kInt8 = 1,  // [K / 4][32][4] value + 128, and a float scale per column
+    kInt8 = 1,  // per group of 32 k: 32 bf16 scales, then [8][32 columns][4] value + 128
     kInt4 = 2,  // per group of 32 k: 32 fp16 scales, 32 fp16 minima, then [2 halves][4 lines][16 columns][4]: the low
                 // nibbles are k = 4 * line + i, the high ones 16 more (GGML's Q4_1, columns side by side)
 };
@@ -27,8 +31,7 @@ struct Matrix {
     int num_strips = 0;
     size_t strip_bytes = 0;
     Buffer weights;
-    Buffer scales;  // [num_strips * 32] float, kInt8 only
-    Buffer bias;    // [num_strips * 32] float, zeros without one
+    Buffer bias;  // [num_strips * 32] float, zeros without one
 
     const uint8_t* strip(int index) const { return weights.as<uint8_t>() + index * strip_bytes; }
 
@@ -41,7 +44,7 @@ struct Matrix {
 
     // Row `row` of the source, K bf16 values.
     void pack_bf16_row(int strip, int column, const uint16_t* row);
-    // Quantises to 8 bits, symmetric, one scale.
+    // Quantises to 8 bits, symmetric, a scale per group.
     void pack_int8_row(int strip, int column, const uint16_t* row);
     // K / 32 blocks as GGML stores them: fp16 scale, fp16 minimum, 16 bytes of nibbles.
     void pack_int4_row(int strip, int column, const uint8_t* blocks);

@@ -15,7 +15,12 @@ float bf16_to_float(uint16_t value) {
     return result;
 }
 
-constexpr size_t kInt4GroupBytes = 2 * 2 * kStrip + kGroup * kStrip / 2;
+// The bf16 value that is next above or equal.
+uint16_t bf16_above(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return static_cast<uint16_t>((bits + 0xffff) >> 16);
+}
 
 }  // namespace
 
@@ -39,12 +44,12 @@ bool Matrix::allocate(Format format_, int num_columns_, int num_inner_, bool pai
     const size_t elements = static_cast<size_t>(padded_inner) * kStrip;
     switch (format) {
         case Format::kBf16: strip_bytes = 2 * elements; break;
-        case Format::kInt8: strip_bytes = elements; break;
+        case Format::kInt8: strip_bytes = padded_inner / kGroup * kInt8GroupBytes; break;
         case Format::kInt4: strip_bytes = padded_inner / kGroup * kInt4GroupBytes; break;
     }
     const size_t column_bytes = static_cast<size_t>(num_strips) * kStrip * sizeof(float);
     // What is past the last column is computed too; it must be memory, and not NaN for speed's sake.
-    return weights.reserve(strip_bytes * num_strips) && bias.reserve(column_bytes) && scales.reserve(column_bytes);
+    return weights.reserve(strip_bytes * num_strips) && bias.reserve(column_bytes);
 }
 
 void Matrix::pack_bf16_row(int strip_index, int column, const uint16_t* row) {
@@ -53,14 +58,19 @@ void Matrix::pack_bf16_row(int strip_index, int column, const uint16_t* row) {
 }
 
 void Matrix::pack_int8_row(int strip_index, int column, const uint16_t* row) {
-    float largest = 0;
-    for (int k = 0; k < num_inner; ++k) largest = std::fmax(largest, std::fabs(bf16_to_float(row[k])));
-    const float scale = largest / 127.0f, inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
-    scales.as<float>()[strip_index * kStrip + column] = scale;
-    uint8_t* out = weights.as<uint8_t>() + strip_index * strip_bytes + 4 * column;
-    for (int k = 0; k < padded_inner; ++k) {
-        const float value = k < num_inner ? bf16_to_float(row[k]) * inverse : 0.0f;
-        out[(k / 4) * 4 * kStrip + k % 4] = static_cast<uint8_t>(128 + std::lrintf(value));
+    for (int g = 0; g < padded_inner / kGroup; ++g, row += kGroup) {
+        const int count = num_inner - g * kGroup < kGroup ? num_inner - g * kGroup : kGroup;
+        float largest = 0;
+        for (int k = 0; k < count; ++k) largest = std::fmax(largest, std::fabs(bf16_to_float(row[k])));
+        const uint16_t scale = bf16_above(largest / 127.0f);
+        const float inverse = largest > 1e-30f ? 1.0f / bf16_to_float(scale) : 0.0f;
+        uint8_t* group = weights.as<uint8_t>() + strip_index * strip_bytes + g * kInt8GroupBytes;
+        std::memcpy(group + 2 * column, &scale, 2);
+        uint8_t* out = group + 2 * kStrip + 4 * column;
+        for (int k = 0; k < kGroup; ++k) {
+            const float value = k < count ? bf16_to_float(row[k]) * inverse : 0.0f;
+            out[(k / 4) * 4 * kStrip + k % 4] = static_cast<uint8_t>(128 + std::lrintf(value));
+        }
     }
 }
 
@@ -84,8 +94,13 @@ void Matrix::unpack_column(int column, float* out) const {
             return;
         }
         case Format::kInt8: {
-            const float scale = scales.as<float>()[column];
-            for (int k = 0; k < num_inner; ++k) out[k] = scale * (data[(k / 4) * 4 * kStrip + 4 * c + k % 4] - 128);
+            for (int k = 0; k < num_inner; ++k) {
+                const uint8_t* group = data + k / kGroup * kInt8GroupBytes;
+                uint16_t scale;
+                std::memcpy(&scale, group + 2 * c, 2);
+                const int at = k % kGroup;
+                out[k] = bf16_to_float(scale) * (group[2 * kStrip + at / 4 * 4 * kStrip + 4 * c + at % 4] - 128);
+            }
             return;
         }
         case Format::kInt4: {

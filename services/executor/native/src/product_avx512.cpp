@@ -85,11 +85,11 @@ inline void dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes)
 
 template <int Rows>
 void int8_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out) {
-    const uint8_t* weights = matrix.strip(strip);
+    const uint8_t* group = matrix.strip(strip);
     const int num_groups = matrix.padded_inner / kGroup;
     __m512 total[Rows][2];
     for (auto& row : total) row[0] = row[1] = _mm512_setzero_ps();
-    for (int g = 0; g < num_groups; ++g, weights += kGroup * kStrip) {
+    for (int g = 0; g < num_groups; ++g, group += kInt8GroupBytes) {
         __m512i sum[Rows][2];
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r)
@@ -97,7 +97,7 @@ void int8_rows(const Matrix& matrix, int strip, const Activations& x, int first_
             sum[r][0] = sum[r][1] = _mm512_set1_epi32(-128 * x.sums[(size_t)(first_row + r) * x.group_stride + g]);
 #pragma GCC unroll 8
         for (int quad = 0; quad < kGroup / 4; ++quad) {
-            const uint8_t* line = weights + quad * 128;
+            const uint8_t* line = group + 2 * kStrip + quad * 128;
             _mm_prefetch((const char*)line + kPrefetchBytes, _MM_HINT_T0);
             _mm_prefetch((const char*)line + kPrefetchBytes + 64, _MM_HINT_T0);
             const __m512i w0 = _mm512_load_si512(line), w1 = _mm512_load_si512(line + 64);
@@ -109,21 +109,18 @@ void int8_rows(const Matrix& matrix, int strip, const Activations& x, int first_
                 dot_int8(sum[r][1], w1, a);
             }
         }
+        const uint16_t* header = reinterpret_cast<const uint16_t*>(group);
+        const __m512 s0 = load_bf16(header), s1 = load_bf16(header + 16);
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r) {
             const __m512 scale = _mm512_set1_ps(x.scales[(size_t)(first_row + r) * x.group_stride + g]);
-            total[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][0]), scale, total[r][0]);
-            total[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][1]), scale, total[r][1]);
+            total[r][0] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][0]), s0), scale, total[r][0]);
+            total[r][1] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][1]), s1), scale, total[r][1]);
         }
     }
-    const float* scales = matrix.scales.as<float>() + strip * kStrip;
     for (int r = 0; r < Rows; ++r)
-        for (int h = 0; h < 2; ++h)
-            _mm512_storeu_ps(out + r * kStrip + h * 16,
-                             _mm512_mul_ps(total[r][h], _mm512_loadu_ps(scales + h * 16)));
+        for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + r * kStrip + h * 16, total[r][h]);
 }
-
-constexpr size_t kInt4GroupBytes = 2 * 2 * kStrip + kGroup * kStrip / 2;
 
 template <int Rows>
 void int4_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out) {
@@ -188,15 +185,13 @@ void quantized_block(const Matrix& matrix, int strip, const Activations& x, int 
 
 // --- quantised weights as bf16 lines --------------------------------------------------------------
 
-// Even and odd k as two bf16 in each 32-bit lane; `even` and `odd` hold values that bf16 holds exactly.
-inline __m512i exact_pairs(__m512 even, __m512 odd) {
-    return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(even), 16),
-                                   _mm512_castps_si512(odd));
-}
-
+// Even and odd k as two bf16 in each 32-bit lane.
 inline __m512i rounded_pairs(__m512 even, __m512 odd) {
-    const __m512i low = _mm512_cvtepu16_epi32(to_bf16(even)), high = _mm512_cvtepu16_epi32(to_bf16(odd));
-    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+    // Half a unit added and the rest cut off: ties go up, which costs nothing here.
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    const __m512i low = _mm512_srli_epi32(_mm512_add_epi32(_mm512_castps_si512(even), half), 16);
+    const __m512i high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, low, high);
 }
 
 template <int Byte>
@@ -205,19 +200,23 @@ inline __m512 byte_to_float(__m512i x) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(x, 8 * Byte), _mm512_set1_epi32(255)));
 }
 
-// The column scales are left to the end.
-void unpack_int8(const uint8_t* weights, int padded_inner, uint8_t* out) {
-    const __m512 offset = _mm512_set1_ps(128.0f);
-    for (int quad = 0; quad < padded_inner / 4; ++quad, weights += 128, out += 256)
+void unpack_int8(const uint8_t* group, int padded_inner, uint8_t* out) {
+    for (int g = 0; g < padded_inner / kGroup; ++g, group += kInt8GroupBytes)
         for (int h = 0; h < 2; ++h) {
-            const __m512i line = _mm512_load_si512(weights + h * 64);
-            _mm_prefetch((const char*)weights + kPrefetchBytes + h * 64, _MM_HINT_T0);
-            const __m512 v0 = _mm512_sub_ps(byte_to_float<0>(line), offset);
-            const __m512 v1 = _mm512_sub_ps(byte_to_float<1>(line), offset);
-            const __m512 v2 = _mm512_sub_ps(byte_to_float<2>(line), offset);
-            const __m512 v3 = _mm512_sub_ps(byte_to_float<3>(line), offset);
-            _mm512_store_si512(out + h * 64, exact_pairs(v0, v1));
-            _mm512_store_si512(out + 128 + h * 64, exact_pairs(v2, v3));
+            const __m512 scale = load_bf16(reinterpret_cast<const uint16_t*>(group) + h * 16);
+            const __m512 minimum = _mm512_mul_ps(scale, _mm512_set1_ps(-128.0f));
+            for (int quad = 0; quad < kGroup / 4; ++quad) {
+                const uint8_t* at = group + 2 * kStrip + quad * 128 + h * 64;
+                _mm_prefetch((const char*)at + kPrefetchBytes, _MM_HINT_T0);
+                const __m512i line = _mm512_load_si512(at);
+                const __m512 v0 = _mm512_fmadd_ps(byte_to_float<0>(line), scale, minimum);
+                const __m512 v1 = _mm512_fmadd_ps(byte_to_float<1>(line), scale, minimum);
+                const __m512 v2 = _mm512_fmadd_ps(byte_to_float<2>(line), scale, minimum);
+                const __m512 v3 = _mm512_fmadd_ps(byte_to_float<3>(line), scale, minimum);
+                uint8_t* pairs = out + (g * (kGroup / 2) + quad * 2) * 128 + h * 64;
+                _mm512_store_si512(pairs, rounded_pairs(v0, v1));
+                _mm512_store_si512(pairs + 128, rounded_pairs(v2, v3));
+            }
         }
 }
 
@@ -243,14 +242,6 @@ void unpack_int4(const uint8_t* group, int padded_inner, uint8_t* out) {
                 }
             }
         }
-    }
-}
-
-void scale_columns(const float* scales, int rows, float* values) {
-    const __m512 s0 = _mm512_loadu_ps(scales), s1 = _mm512_loadu_ps(scales + 16);
-    for (int r = 0; r < rows; ++r, values += kStrip) {
-        _mm512_storeu_ps(values, _mm512_mul_ps(_mm512_loadu_ps(values), s0));
-        _mm512_storeu_ps(values + 16, _mm512_mul_ps(_mm512_loadu_ps(values + 16), s1));
     }
 }
 
@@ -328,8 +319,6 @@ void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, in
         const uint16_t* block = x.bf16 + (size_t)first * x.stride;
         if (tiles) {
             tile_block(weights, block, x.stride, matrix.padded_inner, rows, values);
-            if (matrix.format == Format::kInt8)
-                scale_columns(matrix.scales.as<float>() + strip * kStrip, rows, values);
         } else if (matrix.format == Format::kBf16) {
             bf16_block(weights, block, x.stride, matrix.padded_inner / 2, rows, values);
         } else {
