@@ -330,7 +330,8 @@ class BinderLink(Link):
 
 
 class DialerLink(Link):
-    """The side that dials: at most one peer, under the empty route."""
+    """The side that dials: at most one peer, under the empty route. A binder of another role than
+    `expect` is not spoken to."""
 
     def __init__(
         self,
@@ -340,12 +341,14 @@ class DialerLink(Link):
         wire: Wire,
         clock: Callable[[], float],
         *,
+        expect: Role | None = None,
         heartbeat_interval: float = HEARTBEAT_INTERVAL,
         stall_after: float = STALL_AFTER,
     ) -> None:
         super().__init__(
             identity, handler, status, wire, clock, heartbeat_interval=heartbeat_interval, stall_after=stall_after
         )
+        self._expect = expect
         self._session = b""
         self._told_model: ModelInfo | None = None
         self._greet_at: float | None = None
@@ -358,6 +361,11 @@ class DialerLink(Link):
 
     def on_connected(self) -> None:
         self._open("reconnected")
+
+    def _wrong_role(self, hello: Hello) -> str | None:
+        if self._expect is None or hello.role is self._expect:
+            return None
+        return f"{hello.name} is a {hello.role.name.lower()}, not a {self._expect.name.lower()}: check the address"
 
     def on_disconnected(self) -> None:
         self._lost_at = self._clock()
@@ -372,7 +380,7 @@ class DialerLink(Link):
             return
         peer = self.peer
         if isinstance(message, Hello):
-            reason = incompatible(message) or malformed_hello(message)
+            reason = incompatible(message) or malformed_hello(message) or self._wrong_role(message)
             if reason is not None:
                 self._wait_refused(reason)
             elif peer is None and self._greet_at is not None:

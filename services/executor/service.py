@@ -12,7 +12,7 @@ from quartet.services.executor.loop import ExecutorLoop
 from quartet.shared.link import Identity, Peer, Status
 from quartet.shared.liveness import StatusFile
 from quartet.shared.log import get_logger
-from quartet.shared.messages import AnyMessage
+from quartet.shared.messages import AnyMessage, Role
 from quartet.shared.transport import ThreadDialer
 
 DRAIN_DECISION = 0.3
@@ -42,7 +42,15 @@ class ExecutorService:
         self._stopped_at = 0.0
         self._drain_timeout = drain_timeout
         self._address = address
-        self._link = ThreadDialer(address, identity, self, self._status, status_file=status_file, curve_keys=curve_keys)
+        self._link = ThreadDialer(
+            address,
+            identity,
+            self,
+            self._status,
+            expect=Role.SCHEDULER,
+            status_file=status_file,
+            curve_keys=curve_keys,
+        )
         self._status_file = status_file
 
     def run(self) -> None:

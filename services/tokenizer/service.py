@@ -79,12 +79,20 @@ class TokenizerService:
             self.identity,
             _SchedulerSide(self),
             self.status,
+            expect=Role.SCHEDULER,
             status_file=self._status_file,
             curve_keys=settings.curve_keys,
         )
         gateway_side = _GatewaySide(self)
         self._gateways = [
-            Dialer(address, self.identity, gateway_side, self.status, curve_keys=settings.curve_keys)
+            Dialer(
+                address,
+                self.identity,
+                gateway_side,
+                self.status,
+                expect=Role.GATEWAY,
+                curve_keys=settings.curve_keys,
+            )
             for address in settings.gateway_addresses
         ]
         self._was_ready = False

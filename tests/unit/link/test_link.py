@@ -226,6 +226,20 @@ def test_a_higher_version_that_speaks_ours_is_taken():
     assert world.binder.peers[b"t"].protocol_version == messages.PROTOCOL_VERSION
 
 
+def test_a_dialer_pointed_to_the_wrong_service_stays_away():
+    world = World()
+    world.dialer = DialerLink(
+        world.dialer.identity,
+        world.left,
+        lambda: world.left_status,
+        Wire(world, "binder"),
+        lambda: world.now,
+        expect=Role.GATEWAY,
+    )
+    world.connect()
+    assert world.left.log == [] and world.dialer.peer is None
+
+
 def test_a_refused_dialer_tries_again_later():
     wanted = ["wrong model"]
     world = World(accept=lambda hello: wanted[0] if wanted else None)
