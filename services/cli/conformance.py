@@ -84,6 +84,11 @@ class Service:
                 preexec_fn=die_with_parent(),
             )
 
+    def gone(self) -> str:
+        """Why there is no service; empty while there is one."""
+        code = self._process.poll() if self._process is not None else None
+        return f"it ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}" if code is not None else ""
+
     def stop(self) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -124,6 +129,7 @@ def _run(options: argparse.Namespace, module: Any, addresses: Mapping[str, str],
     report = Report(module.RULES)
     timeout = options.timeout or TIMEOUTS[options.service]
     restart: Callable[[], None] | None = service.start if service is not None else None
+    gone = service.gone if service is not None else None
     if service is not None:
         service.start()
     elif options.service != "scheduler":
@@ -132,10 +138,10 @@ def _run(options: argparse.Namespace, module: Any, addresses: Mapping[str, str],
 
     def make_kit() -> Any:
         if options.service == "scheduler":
-            return scheduler.SchedulerKit(report, timeout=timeout, **addresses)
+            return scheduler.SchedulerKit(report, timeout=timeout, gone=gone, **addresses)
         if options.service == "tokenizer":
-            return tokenizer.TokenizerKit(report, timeout=timeout, **addresses)
-        return executor.ExecutorKit(report, timeout=timeout, restart=restart, **addresses)
+            return tokenizer.TokenizerKit(report, timeout=timeout, gone=gone, **addresses)
+        return executor.ExecutorKit(report, timeout=timeout, gone=gone, restart=restart, **addresses)
 
     run_scenarios(
         report,

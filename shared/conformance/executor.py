@@ -65,10 +65,11 @@ class ExecutorKit:
     report: Report
     scheduler_link: str
     timeout: float = 30.0
+    gone: Callable[[], str] | None = None
     restart: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
-        self.loop = Loop(self.report, self.timeout)
+        self.loop = Loop(self.report, self.timeout, self.gone)
         self.link = Bound(self.loop, self.scheduler_link, Role.SCHEDULER, "conformance-scheduler")
         self.link.expected_role = Role.EXECUTOR
         self.epoch = 0
@@ -538,7 +539,7 @@ def nothing_applied(kit: ExecutorKit) -> None:
     kit.refused(
         "plan.contradiction", kit.plan(new=[writer], prefill=[(1, size)], decode=[3]), "a decode of a row not in use"
     )
-    _still_refuses(kit, kit.plan(new=[kit.row(1, kit.tokens(size, 6), table[:1])], prefill=[(1, size)]))
+    _still_refuses(kit, kit.plan(new=[writer], prefill=[(1, size)], step_id=0))
     kit.report.check(
         "plan.nothing-applied", kit.offered.get(table[0]) == name, "a refused plan took a block's hash away"
     )

@@ -11,6 +11,7 @@ from quartet.shared.conformance.wire import SILENT_AFTER, Bound, Dialled, Loop
 from quartet.shared.messages import Message, Refused, Reset, Role, encode
 
 _RULES = {
+    "link.alive": "the service does not end by itself, whatever it is sent (with --spawn)",
     "link.hello": "a session opens with a Hello of the right role in a fresh session id of 8 bytes",
     "link.version": "peers whose protocol versions do not meet, or one that was refused, get no session",
     "link.fencing": "a frame of another session than the present one changes nothing (a binder answers it with Reset)",

@@ -81,9 +81,10 @@ class SchedulerKit:
     tokenizer_link: str
     executor_link: str
     timeout: float = 10.0
+    gone: Callable[[], str] | None = None
 
     def __post_init__(self) -> None:
-        self.loop = Loop(self.report, self.timeout)
+        self.loop = Loop(self.report, self.timeout, self.gone)
         self.tokenizers: list[FakeTokenizer] = []
         self.random = random.Random(7)
 

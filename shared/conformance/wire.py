@@ -41,10 +41,11 @@ T = TypeVar("T")
 
 class Loop:
     """Polls the kit's sockets in the calling thread and beats for them. `timeout`: how long to wait for
-    what a service owes."""
+    what a service owes; `gone` says why the service is no more, where that can be known."""
 
-    def __init__(self, report: Report, timeout: float = 10.0) -> None:
+    def __init__(self, report: Report, timeout: float = 10.0, gone: Callable[[], str] | None = None) -> None:
         self.report = report
+        self.gone = gone
         self.timeout = timeout
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoints: list[Endpoint] = []
@@ -83,6 +84,9 @@ class Loop:
         self._poller.unregister(endpoint.socket)
 
     def _turn(self, wait: float) -> None:
+        if self.gone is not None:
+            reason = self.gone()
+            self.report.check("link.alive", not reason, reason)
         ready = dict(self._poller.poll(0 if self._busy else int(wait * 1000) + 1))
         for endpoint in list(self.endpoints):
             if endpoint.socket in ready:
@@ -230,7 +234,6 @@ class Dialled(Endpoint):
         self.socket = self.loop.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IMMEDIATE, 1)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
-        self.socket.setsockopt(zmq.SNDTIMEO, int(START_PATIENCE * 1000))
         self.socket.connect(self.address)
         self.loop.attach(self)
 
@@ -238,7 +241,9 @@ class Dialled(Endpoint):
         """Sends a Hello in a new session, which is the present one from now on."""
         self.hello, self.refused = None, None
         self.session = secrets.token_bytes(8)
-        self.send(hello or self.own_hello())
+        payload = messages.encode(hello or self.own_hello())
+        what = f"{self.address} is not served"
+        self.loop.expect("link.hello", lambda: self._try_send([self.session, payload]), what, START_PATIENCE)
         return self.session
 
     def open(self) -> None:
@@ -255,10 +260,16 @@ class Dialled(Endpoint):
         self.open()
 
     def send_frames(self, *frames: bytes) -> None:
+        what = f"{self.address} is not served any more"
+        self.loop.expect("link.hello", lambda: self._try_send(list(frames)), what)
+
+    def _try_send(self, frames: list[bytes]) -> bool:
+        """False while there is no connection."""
         try:
-            self.socket.send_multipart(list(frames))
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
-            self.report.check("link.hello", False, f"nobody is reached at {self.address}")
+            return False
+        return True
 
     def _on_frames(self, frames: list[bytes]) -> None:
         message = self._decode(frames, 2)
