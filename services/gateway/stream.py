@@ -52,7 +52,8 @@ class Stream:
         # Ids mean something only to the model and the tokenizer that made them.
         self.fingerprints: tuple[str, str] | None = None
         self.tokenizer: Tokenizer | None = None
-        self.left: tuple[Peer, Abort] | None = None
+        # Live tokenizers that have worked on it before, and what makes them forget it.
+        self.left: dict[Peer, Abort] = {}
         self.waiting_since: float | None = None
         self.refused_by: set[Tokenizer] = set()
         self.gaps = 0

@@ -231,10 +231,8 @@ class StreamTable:
                     self._on_delta(tokenizer, delta)
             case Accepted():
                 stream = self._current(tokenizer, message.request_id, message.attempt)
-                if stream is not None and stream.left is not None:
-                    peer_left, abort = stream.left
-                    stream.left = None
-                    peer_left.send(abort)
+                if stream is not None:
+                    self._abort_left(stream)
                 if stream is not None and not stream.accepted:
                     self._on_accepted(tokenizer, stream, message)
             case PromptLogprobs():
@@ -285,9 +283,13 @@ class StreamTable:
 
     def _place(self, stream: Stream) -> bool:
         """Submits the stream to a tokenizer, or lets it wait; its former tokenizer has no more to say."""
+        if stream.tokenizer is not None and stream.tokenizer.peer.alive:
+            # It is told to forget the stream when the next one has it, so that the scheduler goes on with it.
+            stream.left[stream.tokenizer.peer] = Abort(stream.request_id, stream.attempt)
         self._leave(stream)
         while (tokenizer := self._pick(stream)) is not None:
             if tokenizer.peer.send(stream.submit(self._mint_attempt(stream.attempt))):
+                stream.left.pop(tokenizer.peer, None)
                 self._belongs(stream, tokenizer)
                 return True
             stream.refused_by.add(tokenizer)
@@ -318,6 +320,7 @@ class StreamTable:
                     break
                 # Should it wake up, the lower attempt tells everyone to the right to ignore this.
                 self._send_abort(stream)
+                self._leave(stream)
                 self._place(stream)
 
     def _leave_draining(self) -> None:
@@ -327,10 +330,7 @@ class StreamTable:
                 for stream in list(tokenizer.streams.values()):
                     if self._pick(stream) is None:
                         break
-                    # It is told to forget the stream when the next one has it, so that the scheduler goes on with it.
-                    left = (tokenizer.peer, Abort(stream.request_id, stream.attempt))
-                    if self._place(stream):
-                        stream.left = left
+                    self._place(stream)
 
     def _resubmit_after_gap(self, stream: Stream) -> None:
         stream.gaps += 1
@@ -465,6 +465,12 @@ class StreamTable:
         if stream.tokenizer is not None:
             stream.tokenizer.peer.send(Abort(stream.request_id, stream.attempt))
 
+    def _abort_left(self, stream: Stream) -> None:
+        """Former tokenizers forget the stream; where a later attempt is known, this one is ignored."""
+        for peer, abort in stream.left.items():
+            peer.send(abort)
+        stream.left.clear()
+
     def _finish(self, stream: Stream) -> None:
         self._forget(stream)
         stream.finished = True
@@ -479,6 +485,7 @@ class StreamTable:
         self._wake(stream)
 
     def _forget(self, stream: Stream) -> None:
+        self._abort_left(stream)
         self._leave(stream)
         for table in (self._open, self._waiting, self._detached):
             table.pop(stream.request_id, None)

@@ -592,6 +592,31 @@ def test_a_second_memory_of_it_is_aborted_and_outlived(bench):
     assert len(submits) == 1 and submits[0].attempt > late.attempt
 
 
+def test_who_loses_a_stream_to_a_second_memory_forgets_it(bench):
+    one, two = bench.peer("one"), bench.peer("two")
+    bench.attach(ID, {0: position(2)})
+    first, late = one.last(m.Attach), two.last(m.Attach)
+    bench.table.on_message(one, attached(first, [m.ChoicePast(0, [10, 11], 4)]))
+    two.ready, one.ready = True, False
+    bench.table.on_message(two, attached(late, [m.ChoicePast(0, [10, 11], 4)]))
+    assert two.last(Submit).attempt > late.attempt and not one.all(Abort)
+    bench.accept(two)
+    assert one.all(Abort) == [Abort(ID, first.attempt)]
+
+
+def test_who_loses_a_stream_by_a_gap_forgets_it(bench):
+    one = bench.peer("one")
+    bench.open()
+    submit = bench.accept(one)
+    one.ready = False
+    bench.say(one, delta(submit, 1, [11], "b", 2))
+    two = bench.peer("two")
+    bench.table.on_status(two)
+    assert two.last(Submit).attempt > submit.attempt and not one.all(Abort)
+    bench.accept(two)
+    assert one.all(Abort) == [Abort(submit.request_id, submit.attempt)]
+
+
 def test_nobody_remembers(bench):
     one, two = bench.peer("one"), bench.peer("two")
     bench.later(10)
