@@ -80,6 +80,7 @@ class Client:
         self._call: ServerCall | None = None
         self._inbox: list[tuple[ServerCall, Any]] = []
         self._reading = False
+        self._last_sent = 0.0
         self.expected: dict[int, Expected] = {}
         if not self.is_poisoned:
             self._expect()
@@ -106,7 +107,8 @@ class Client:
             return
         world.trace("call", self.name, method.__name__, self.state.request_id)
         call = self._call = ServerCall(process.node, self)
-        world.at(world.latency(), process, method, process.node, call, request)
+        self._last_sent = max(self._last_sent + 1e-6, world.now + world.latency())
+        world.at(self._last_sent - world.now, process, method, process.node, call, request)
 
     # --- what comes back --------------------------------------------------------------------------
 
@@ -153,6 +155,7 @@ class Client:
             self.error = final
             self.world.check_error(self, final)
             return
+        self.world.check_turned_away(self, error)
         self.world.at(delay, None, self.start)
 
     def break_off(self) -> None:

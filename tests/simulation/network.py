@@ -152,8 +152,7 @@ class Network:
         self.num_lost += len(frames)
         for session, payload in frames:
             if world.random.random() < world.profile.p_stale:
-                delay = world.random.choice((0.001, 0.02, 0.3, 2.0))
-                world.at(delay, None, self._arrive_stale, connection.dialer, is_up, session, payload)
+                connection.dialer.stale.append((connection.dialer, is_up, session, payload))
 
     def _arrive_stale(self, dialer: SimDialer, is_up: bool, session: bytes, payload: bytes) -> None:
         """To whoever serves that address now, or to the dialer's present connection."""
@@ -302,6 +301,8 @@ class SimDialer(_Socket):
         self.route = f"{identity.name}.{identity.incarnation:016x}".encode()
         self.connection: Connection | None = None
         self.dialling = False
+        # What an earlier connection has lost and the next one brings.
+        self.stale: list[Any] = []
         self.link = DialerLink(identity, handler, status, self, self.world.clock)
 
     @property
@@ -334,6 +335,10 @@ class SimDialer(_Socket):
     def on_handshake(self, connection: Connection) -> None:
         if connection is self.connection:
             self.link.on_connected()
+            for stale in self.stale:
+                delay = self.world.random.choice((0.001, 0.02, 0.1, 0.3, 2.0))
+                self.world.at(delay, None, self.network._arrive_stale, *stale)
+            self.stale.clear()
 
     def on_disconnected(self, connection: Connection) -> None:
         if connection is self.connection:

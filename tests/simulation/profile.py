@@ -69,7 +69,7 @@ class Profile:
         calm = r.random() < 0.05
         faults = r.sample(sorted(FAULTS), r.choice((1, 2, 2, 3, 3, 4, len(FAULTS))))
         p_slow = 0.5 if r.random() < 0.15 else 0.0
-        return cls(
+        profile = cls(
             slots=slots,
             model=model,
             policy=r.choice(("fcfs", "priority")),
@@ -90,6 +90,14 @@ class Profile:
             step_times=r.choice(((0.003, 0.01, 0.03), (0.003, 0.01, 0.03), (0.05, 0.2))),
             diverges=r.random() < 0.5,
         )
+        if r.random() < 0.15:
+            # Nothing but connections and the processes at their ends, and all that is lost comes late.
+            profile.faults = ["break_connection", "kill"]
+            profile.p_stale = 1.0
+            profile.latency = r.choice((0.005, 0.05))
+            profile.events_per_fault = r.choice((8.0, 25.0))
+            profile.diverges = True
+        return profile
 
     # --- faults -----------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # Virtual seconds in which all streams must end once faults have ceased, and then nothing be left.
 LIVENESS = 300.0
 QUIET = 60.0
+# And so soon after the last fault no client is turned away any more.
+RECOVERED = 15.0
 MAX_EVENTS = 200_000
 
 
@@ -82,6 +84,7 @@ class World:
     num_events: int = 0
     num_deaths: int = 0
     num_faults: int = 0
+    healed_at: float | None = None
     slots: dict[str, Slot] = field(default_factory=dict)
     clients: list[Client] = field(default_factory=list)
     on_heal: list[Callable[[], None]] = field(default_factory=list)
@@ -174,9 +177,9 @@ class World:
         while self.now < self.profile.faults_until and not self._all_done():
             self._step()
         self.heal()
-        healed_at = self.now
+        assert self.healed_at is not None
         while not self._all_done():
-            if self.now - healed_at > LIVENESS or self.num_events > MAX_EVENTS:
+            if self.now - self.healed_at > LIVENESS or self.num_events > MAX_EVENTS:
                 names = [client.name for client in self.clients if not client.done]
                 self.violation(f"{', '.join(names)} never came to an end")
             self._step()
@@ -212,6 +215,7 @@ class World:
         """No more faults: all that is dead, frozen or cut comes back."""
         self.trace("heal")
         self._faulty = False
+        self.healed_at = self.now
         for slot, address in list(self.network.cuts):
             self.network.heal(slot, address)
         for slot in self.slots.values():
@@ -300,6 +304,12 @@ class World:
 
     def check_error(self, client: Client, error: Any) -> None:
         self.profile.check_error(self, client, error)
+
+    def check_turned_away(self, client: Client, error: Any) -> None:
+        """While something is broken a client may have to come again; afterwards nobody has to."""
+        healed_at = self.healed_at if self.num_faults else 0.0
+        if healed_at is not None and self.now > healed_at + RECOVERED and "hang" not in self.profile.faults:
+            self.violation(f"{client.name}: still turned away: {error}")
 
     def violation(self, message: str) -> None:
         raise Violation(f"{message}\n{self.report()}")
