@@ -23,7 +23,7 @@ from quartet.shared.curve import BinderKeys, DialerKeys, answer_zap, read_binder
 from quartet.shared.link import MAX_FRAME_BYTES, BinderLink, DialerLink, Handler, Identity, Link, Peer, Status
 from quartet.shared.liveness import StatusFile
 from quartet.shared.log import get_logger
-from quartet.shared.messages import Hello, Message
+from quartet.shared.messages import Hello, Message, Role
 
 __all__ = ["AddressInUse", "Binder", "Dialer", "Handler", "Identity", "Peer", "Status", "ThreadDialer", "ipc_address"]
 
@@ -44,6 +44,11 @@ _HANDSHAKE_FAILED = (
 _MONITORED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | _HANDSHAKE_FAILED
 
 _log = get_logger()
+
+
+def flush() -> None:
+    """Sends what closed links still hold, for at most LINGER_MS. For the end of a process: its exit would drop it."""
+    zmq.Context.instance().destroy(linger=LINGER_MS)
 
 
 class AddressInUse(OSError):
@@ -127,8 +132,8 @@ class _BindLock:
         self._fd = -1
         if not address.startswith("ipc://"):
             return
-        path = address.removeprefix("ipc://") + ".lock"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path = address.removeprefix("ipc://")
+        fd = os.open(self._path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -137,7 +142,9 @@ class _BindLock:
         self._fd = fd
 
     def release(self) -> None:
+        """Removes the socket's file too: nobody else binds it before the lock is free."""
         if self._fd >= 0:
+            Path(self._path).unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
 
@@ -410,13 +417,14 @@ class Dialer(_LoopLink):
         handler: Handler,
         status: Callable[[], Status],
         *,
+        expect: Role | None = None,
         status_file: StatusFile | None = None,
         clock: Callable[[], float] = time.monotonic,
         curve_keys: str = "",
     ) -> None:
         super().__init__(address, status_file, status, clock)
         self._keys = _dialer_keys(address, curve_keys)
-        self.link = DialerLink(identity, handler, status, self, clock)
+        self.link = DialerLink(identity, handler, status, self, clock, expect=expect)
 
     @property
     def peer(self) -> Peer | None:
@@ -485,6 +493,7 @@ class ThreadDialer:
         handler: Handler,
         status: Callable[[], Status],
         *,
+        expect: Role | None = None,
         status_file: StatusFile | None = None,
         clock: Callable[[], float] = time.monotonic,
         curve_keys: str = "",
@@ -500,7 +509,7 @@ class ThreadDialer:
         self._announcing = False
         self._socket: zmq.Socket[bytes] | None = None
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
-        self.link = DialerLink(identity, handler, status, _ThreadWire(self), clock)
+        self.link = DialerLink(identity, handler, status, _ThreadWire(self), clock, expect=expect)
 
     @property
     def peer(self) -> Peer | None:

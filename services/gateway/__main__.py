@@ -23,8 +23,12 @@ def main(argv: list[str] | None = None) -> int:
     # gRPC's core writes lines of its own format to stderr, which is our log. It looks when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from quartet.services.gateway.service import serve
+    from quartet.shared.transport import flush
 
-    return uvloop.run(serve(settings))
+    try:
+        return uvloop.run(serve(settings))
+    finally:
+        flush()
 
 
 if __name__ == "__main__":

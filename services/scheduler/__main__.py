@@ -10,6 +10,7 @@ from quartet.services.scheduler.service import serve
 from quartet.services.scheduler.settings import SchedulerSettings
 from quartet.shared.config import EXIT_SETTINGS_ERROR, SettingsError, load_settings
 from quartet.shared.log import configure_logging
+from quartet.shared.transport import flush
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     except SettingsError as error:  # one that takes more than its own text to check
         print(f"quartet scheduler: {error}", file=sys.stderr)
         return EXIT_SETTINGS_ERROR
+    finally:
+        flush()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from quartet.shared.transport import AddressInUse, Binder, Identity, Status
 GC_THRESHOLD = 50_000
 DRAIN_DECISION = 0.3
 HAND_OVER_TIMEOUT = 1.0
+LAST_WORDS = 0.2
 
 _log = get_logger()
 
@@ -147,7 +148,8 @@ class SchedulerService:
         if self.handing_over and not self.core.num_in_flight:
             self.drained.set()
         if self.core.draining and not self.core.num_owed:
-            self.drained.set()
+            # Word of a connection's end may overtake what was sent last, and nobody would compute that again.
+            self._loop.call_later(LAST_WORDS, self.drained.set)
         self._arm_deadline()
 
     def _send(self, effects: list[Effect]) -> None:

@@ -19,6 +19,7 @@ from quartet.services.tokenizer.settings import TokenizerSettings
 from quartet.shared.config import EXIT_SETTINGS_ERROR, SettingsError, load_settings
 from quartet.shared.log import configure_logging
 from quartet.shared.model_files import ModelError
+from quartet.shared.transport import flush
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +33,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         template = read_template(settings.chat_template)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(settings, template))
+            try:
+                return runner.run(run(settings, template))
+            finally:
+                flush()
     except (ModelError, TokenizerError) as error:
         print(f"quartet tokenizer: {error}", file=sys.stderr)
         return 1

@@ -42,6 +42,7 @@ from quartet.shared.sampling_params import InvalidField, validate_token_ids
 from quartet.shared.transport import Dialer
 
 TICK = 1.0
+LAST_WORDS = 0.2
 # Longer texts have a thread of their own, so that short ones never wait for them.
 LARGE_PROMPT_BYTES = 64 << 10
 
@@ -116,6 +117,8 @@ class TokenizerService:
         deadline = time.monotonic() + self._drain_timeout
         while (left := self.core.num_owed) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
+        # Word of a connection's end may overtake what was sent last.
+        await asyncio.sleep(LAST_WORDS)
         if left:
             _log.warning("drain timeout: streams are left to other tokenizers", num_unfinished=left)
 

@@ -193,27 +193,6 @@ def test_an_ipc_path_that_is_too_long_is_refused_by_name(tmp_path):
         ipc_address(tmp_path / ("x" * 120), "link")
 
 
-def test_what_was_sent_before_the_end_arrives_before_the_end(address):
-    async def scenario():
-        for _ in range(20):
-            left, right = Recorder(), Recorder()
-            d, b = dialer(address, left), binder(address, right)
-            b.start()
-            d.start()
-            await left.expect("up")
-            peer = await right.expect("up")
-            for i in range(50):
-                peer.send(GetLoads(i))
-            b.close()
-            for i in range(50):
-                kind, message = await asyncio.wait_for(left.events.get(), 5)
-                assert (kind, message) == ("message", GetLoads(i))
-            await left.expect("down")
-            d.close()
-
-    asyncio.run(scenario())
-
-
 def test_a_clean_end_leaves_no_socket_behind(tmp_path):
     async def scenario():
         b = binder(ipc_address(tmp_path, "link"), Recorder())
