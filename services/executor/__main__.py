@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from quartet.services.executor.native.library import detect_isa
 from quartet.services.executor.settings import ExecutorSettings
 from quartet.shared.config import EXIT_SETTINGS_ERROR, load_settings, version
 from quartet.shared.log import configure_logging, get_logger
@@ -19,6 +20,7 @@ def main() -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _exit_at_once)
 
+    _calm_openmp()
     # torch takes seconds to import; help, settings errors and signals do not wait for it.
     from quartet.services.executor.loop import ExecutorLoop
     from quartet.services.executor.models.config import ModelError as UnsupportedModel
@@ -43,6 +45,13 @@ def main() -> None:
     ExecutorService(
         loop, settings.scheduler_address(), identity, status_file, settings.curve_keys, settings.drain_timeout
     ).run()
+
+
+def _calm_openmp() -> None:
+    """Must come before torch is imported. Beside the kernels torch has little to do, and its threads spinning
+    for more of it, as they do by default, would only keep cores from the kernels and the other services."""
+    if detect_isa():
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def _exit_at_once(signum: int, frame: FrameType | None) -> None:

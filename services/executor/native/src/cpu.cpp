@@ -26,11 +26,10 @@ int detect() {
     if ((enabled & kZmmState) != kZmmState || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
     constexpr unsigned kFoundation = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
     const bool base = (b & kFoundation) == kFoundation && (b & 1u << 8);         // and BMI2
-    const bool vnni = c & 1u << 11;
+    const bool vnni = c & 1u << 11;  // on every CPU with BF16
     const bool amx = (d & 1u << 22) && (d & 1u << 24);
-    if (!base || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & 1u << 5)) return 0;
-    int isa = kAvx512Bf16;
-    if (vnni) isa |= kVnni;
+    if (!base || !vnni || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & 1u << 5)) return 0;
+    int isa = kAvx512Bf16 | kVnni;
     if (amx && (enabled & kTileState) == kTileState && may_use_amx()) isa |= kAmx;
     return isa;
 }
