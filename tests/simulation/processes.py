@@ -476,8 +476,8 @@ class SimRunner(FakeRunner):
             return super().execute(plan)
         except AssertionError as error:
             # The loop would take it for a failed step.
-            self._world.violation(f"the executor was told what cannot be: {error!r}")
-            raise
+            self._world.verdict = f"the executor was told what cannot be: {error!r}"
+            raise Dies from error
 
     def _next_token(self, row: Row, chain: int, banned: frozenset[int]) -> int:
         world = self._world

@@ -90,7 +90,22 @@ class Profile:
             step_times=r.choice(((0.003, 0.01, 0.03), (0.003, 0.01, 0.03), (0.05, 0.2))),
             diverges=r.random() < 0.5,
         )
-        if r.random() < 0.15:
+        if r.random() < 0.1:
+            # A crowd in a small pool: preemptions, and blocks that are reused while others look for them.
+            profile.num_clients = 9
+            profile.model.num_blocks = least
+            profile.model.max_num_seqs = 8
+            profile.model.max_num_batched_tokens = 32
+            profile.prefix_caching = True
+            profile.events_per_fault = 500.0
+        elif r.random() < 0.1 and len(slots) > 4:
+            # Gateways that come and go between tokenizers that both remember.
+            profile.faults = ["break_tokenizer", "break_tokenizer", "kill_gateway"]
+            profile.step_times = (0.05, 0.2)
+            profile.grace = 3.0
+            profile.faults_until = 5.0
+            profile.events_per_fault = r.choice((25.0, 60.0))
+        elif r.random() < 0.15:
             # Nothing but connections and the processes at their ends, and all that is lost comes late.
             profile.faults = ["break_connection", "kill"]
             profile.p_stale = 1.0
@@ -215,6 +230,18 @@ def break_connection(world: World) -> None:
         world.network.break_off(world.random.choice(world.network.connections))
 
 
+def break_tokenizer(world: World) -> None:
+    found = [c for c in world.network.connections if c.binder.address == "gateway"]
+    if found:
+        world.network.break_off(world.random.choice(found))
+
+
+def kill_gateway(world: World) -> None:
+    process = _process(world, Role.GATEWAY)
+    if process is not None:
+        world.kill(process)
+
+
 def cut(world: World) -> None:
     link = world.random.choice(LINKS)
     if link not in world.network.cuts:
@@ -262,15 +289,7 @@ def hang(world: World) -> None:
 FAULTS = {
     function.__name__: function
     for function in (
-        kill,
-        kill_two,
-        freeze,
-        break_connection,
-        cut,
-        terminate,
-        terminate_all,
-        break_client,
-        fail_step,
-        hang,
+        kill, kill_two, kill_gateway, freeze, break_connection, break_tokenizer, break_client, cut,
+        terminate, terminate_all, fail_step, hang,
     )
-}
+}  # fmt: skip

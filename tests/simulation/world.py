@@ -85,6 +85,8 @@ class World:
     num_deaths: int = 0
     num_faults: int = 0
     healed_at: float | None = None
+    # What a service's own handling of errors must not hide.
+    verdict: str = ""
     slots: dict[str, Slot] = field(default_factory=dict)
     clients: list[Client] = field(default_factory=list)
     on_heal: list[Callable[[], None]] = field(default_factory=list)
@@ -147,6 +149,8 @@ class World:
             if process.check is not None:
                 process.check()
         except Dies:
+            if self.verdict:
+                self.violation(self.verdict)
             self.kill(process)
         finally:
             self.current = outer
