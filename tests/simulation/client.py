@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from simulation.processes import GatewayNode, ServerCall
+from simulation.gateway import GatewayNode, ServerCall
 from simulation.vocabulary import EOS, POISON, encode, text_of
 from support.fake_executor import chain_start, continuation
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from simulation.loop import Dies, SimLoop, installed
 from simulation.network import Network
-from simulation.processes import NODES, Dies, SimLoop, installed
+from simulation.processes import NODES
 from simulation.profile import Profile, make_clients
 
 from quartet.shared.messages import Role
