@@ -1,7 +1,8 @@
 """`make bench`: what the scheduler costs, how fast the whole line streams, what it uses at rest.
 
-Prints one JSON object. The line is the four real processes on SmolLM2-135M, with the client's load on
-the same cores. `bound` is what the machine's measured memory and arithmetic rates allow.
+Prints one JSON object, with a row per precision. The line is the four real processes on SmolLM2-135M, with
+the client's load on the same cores. `bound` is what the machine's memory and arithmetic rates, measured in
+the same run, allow.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -22,10 +24,39 @@ from pathlib import Path
 from typing import Any
 
 from bench.client_load import Load, run_load
+from quartet.services.executor.native.library import detect_isa
 
 ROLES = ("gateway", "tokenizer", "scheduler", "executor")
-# SmolLM2-135M: what one token multiplies with, the tied embedding as head included.
-PARAMETERS = 134_515_008
+# SmolLM2-135M: what one token multiplies with; the head is the tied embedding.
+LAYER_PARAMETERS = 106_168_320
+HEAD_PARAMETERS = 49152 * 576
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Settings of the executor, and bytes that it holds a weight in."""
+
+    dtype: str
+    quantization: str
+    layer_bytes: float
+    head_bytes: float
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--executor-dtype", self.dtype, "--executor-quantization", self.quantization]
+
+    @property
+    def weight_bytes(self) -> float:
+        return LAYER_PARAMETERS * self.layer_bytes + HEAD_PARAMETERS * self.head_bytes
+
+
+# Scales and minima of groups of 32 count as weights.
+PRECISIONS = {
+    "bf16": Precision("bfloat16", "none", 2, 2),
+    "int8": Precision("bfloat16", "int8", 1 + 2 / 32, 1 + 2 / 32),
+    "int4": Precision("bfloat16", "int4", 0.5 + 4 / 32, 1 + 2 / 32),
+    "fp32": Precision("float32", "none", 4, 4),
+}
 
 
 def free_port() -> int:
@@ -35,11 +66,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(dtype: str, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes], float]]:
+def serving(precision: Precision, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes], float]]:
     """(address, the supervisor's process, seconds from its start until ready)"""
     address = f"127.0.0.1:{free_port()}"
-    flags = ["--gateway-grpc-address", address, "--executor-dtype", dtype, "--executor-max-model-len", "2048"]
-    flags += ["--executor-num-blocks", "2048"]
+    flags = ["--gateway-grpc-address", address, *precision.flags]
+    flags += ["--executor-max-model-len", "2048", "--executor-num-blocks", "2048"]
     begin = time.perf_counter()
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -91,13 +122,17 @@ def scheduler_figures() -> dict[str, Any]:
     return figures
 
 
-def line_figures(dtype: str, rounds: int, idle_seconds: float, log: Path) -> dict[str, Any]:
-    with serving(dtype, log) as (address, process, ready_seconds):
+def line_figures(precision: Precision, rounds: int, idle_seconds: float, log: Path) -> dict[str, Any]:
+    with serving(precision, log) as (address, process, ready_seconds):
         pids = children(process.pid)
         one, many = [], []
+        used = dict.fromkeys((*ROLES, "client"), 0.0)
         for seed in range(rounds):
             one.append(asyncio.run(run_load(Load(address, 1, prompt_tokens=16, output_tokens=128, seed=seed))))
+            before = {role: cpu_seconds(pid) for role, pid in pids.items()} | {"client": time.process_time()}
             many.append(asyncio.run(run_load(Load(address, 32, seed=100 + seed))))
+            for role, seconds in before.items():
+                used[role] += (time.process_time() if role == "client" else cpu_seconds(pids[role])) - seconds
         short = asyncio.run(run_load(Load(address, 1, num_requests=8, prompt_tokens=128, output_tokens=2, seed=7)))
         return {
             "ready_seconds": round(ready_seconds, 2),
@@ -108,6 +143,8 @@ def line_figures(dtype: str, rounds: int, idle_seconds: float, log: Path) -> dic
             "streams_32": {
                 "output_tokens_per_second": spread([r["output_tokens_per_second"] for r in many]),
                 "time_to_first_token_mean": spread([r["time_to_first_token"]["mean"] for r in many]),
+                "largest_gap_between_chunks": spread([r["gap_between_chunks"]["max"] for r in many]),
+                "cpu_seconds_per_run": {role: round(seconds / rounds, 2) for role, seconds in used.items()},
                 "load": "128 in, 128 out, all at once",
             },
             "time_to_first_token_idle_128": short["time_to_first_token"]["p50"],
@@ -125,46 +162,62 @@ def spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def bounds(dtype: str) -> dict[str, float]:
+def bounds(precision: Precision) -> dict[str, float]:
     """One stream reads all weights for each token; 32 streams of 128 in and 128 out multiply with them 256 times
-    for 128 tokens out (the head only for the 128)."""
+    for 128 tokens out (the head only for the 128), and read them for each 32 tokens out."""
     import torch
 
     from bench.bounds import matrix_rate, read_rate
 
-    kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
-    read, rate = read_rate(), matrix_rate(kind)
-    head = 49152 * 576
-    operations = 2 * (2 * (PARAMETERS - head) + head)
+    kinds = [torch.float32 if precision.dtype == "float32" else torch.bfloat16]
+    if precision.quantization != "none":
+        # What is held in few bits may be multiplied in 8.
+        kinds.append(torch.int8)
+    read, rate = read_rate(), max(matrix_rate(kind) for kind in kinds)
+    operations = 2 * (2 * LAYER_PARAMETERS + HEAD_PARAMETERS)
+    one_stream = read / precision.weight_bytes
     return {
         "memory_gigabytes_per_second": round(read / 1e9, 1),
         "matrix_gigaops_per_second": round(rate / 1e9, 1),
-        "one_stream_tokens_per_second": round(read / (PARAMETERS * kind.itemsize), 1),
-        "streams_32_tokens_per_second": round(rate / operations, 1),
+        "one_stream_tokens_per_second": round(one_stream, 1),
+        "streams_32_tokens_per_second": round(min(rate / operations, 32 * one_stream), 1),
     }
+
+
+def row(precision: Precision, rounds: int, idle_seconds: float, log: Path) -> dict[str, Any]:
+    line = line_figures(precision, rounds, idle_seconds, log)
+    bound = bounds(precision)
+    for load, rate in (("one_stream", "tokens_per_second"), ("streams_32", "output_tokens_per_second")):
+        share = line[load][rate]["median"] / bound[f"{load}_tokens_per_second"]
+        line[load]["share_of_bound"] = round(share, 3)
+    return {"line": line, "bound": bound}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--precisions",
+        nargs="+",
+        choices=PRECISIONS,
+        default=["bf16", "int8", "int4"],
+        help="rows (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each load (default 3)")
     parser.add_argument("--idle-seconds", type=float, default=10.0)
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="where the services' logs go")
     arguments = parser.parse_args()
-    line = line_figures(arguments.dtype, arguments.rounds, arguments.idle_seconds, arguments.log)
-    bound = bounds(arguments.dtype)
-    line["one_stream"]["share_of_bound"] = round(
-        line["one_stream"]["tokens_per_second"]["median"] / bound["one_stream_tokens_per_second"], 3
-    )
-    line["streams_32"]["share_of_bound"] = round(
-        line["streams_32"]["output_tokens_per_second"]["median"] / bound["streams_32_tokens_per_second"], 3
-    )
     result = {
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "dtype": arguments.dtype,
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "kernels": detect_isa().describe(),
+            "load_average": os.getloadavg(),
+        },
         "scheduler": scheduler_figures(),
-        "line": line,
-        "bound": bound,
+        "precisions": {
+            name: row(PRECISIONS[name], arguments.rounds, arguments.idle_seconds, arguments.log)
+            for name in arguments.precisions
+        },
     }
     print(json.dumps(result, indent=2))
 

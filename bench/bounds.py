@@ -10,12 +10,13 @@ import torch
 
 def matrix_rate(dtype: torch.dtype, rows: int = 256, size: int = 2048, rounds: int = 15) -> float:
     """Operations a second of torch's matrix product [rows, size] x [size, size]; the best of many."""
-    a, b = torch.randn(rows, size).to(dtype), torch.randn(size, size).to(dtype)
+    a, b = (10 * torch.randn(rows, size)).to(dtype), (10 * torch.randn(size, size)).to(dtype)
+    multiply = torch._int_mm if dtype == torch.int8 else torch.mm
     times = []
     with torch.inference_mode():
         for _ in range(rounds):
             start = time.perf_counter()
-            torch.mm(a, b)
+            multiply(a, b)
             times.append(time.perf_counter() - start)
     return 2 * rows * size * size / min(times)
 
