@@ -279,7 +279,8 @@ class Chaos:
                 met = [
                     later - max(earlier, over)
                     for earlier, later in zip(each.times, each.times[1:], strict=False)
-                    if later > over and earlier < until and later > begun and earlier < over + RECOVERY_TIMEOUT
+                    # A pause into the next fault is that one's, unless it has been going on since this one.
+                    if later > over and (earlier < over or later < until)
                 ]
                 if met and each.times[0] < begun:
                     pauses.setdefault(fault.name, []).append(max(met))
