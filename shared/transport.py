@@ -20,7 +20,17 @@ from pathlib import Path
 import zmq
 
 from quartet.shared.curve import BinderKeys, DialerKeys, answer_zap, read_binder_keys, read_dialer_keys
-from quartet.shared.link import MAX_FRAME_BYTES, BinderLink, DialerLink, Handler, Identity, Link, Peer, Status
+from quartet.shared.link import (
+    HEARTBEAT_INTERVAL,
+    MAX_FRAME_BYTES,
+    BinderLink,
+    DialerLink,
+    Handler,
+    Identity,
+    Link,
+    Peer,
+    Status,
+)
 from quartet.shared.liveness import StatusFile
 from quartet.shared.log import get_logger
 from quartet.shared.messages import Hello, Message, Role
@@ -79,7 +89,6 @@ def _dealer(context: zmq.Context[zmq.Socket[bytes]], identity: Identity, keys: D
         keys.apply(socket)
     # Unique per process, so that two services of one name never take each other's place.
     socket.setsockopt(zmq.ROUTING_ID, f"{identity.name[:200]}.{identity.incarnation:016x}".encode()[:255])
-    socket.setsockopt(zmq.IMMEDIATE, 1)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
     return socket
@@ -194,8 +203,23 @@ class _LoopSocket:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._on_frames(frames)
+            try:
+                self._on_frames(frames)
+            except BaseException:
+                self._schedule()  # what is behind it is still to be read
+                raise
         self._schedule()
+
+    def read_rest(self) -> None:
+        """Everything that has arrived, before a word of the connection's end is believed."""
+        for _ in range(QUEUE_FRAMES):
+            if self._closed:
+                return
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._on_frames(frames)
 
 
 def _take(link: BinderLink | DialerLink, frames: list[bytes], num_frames: int) -> None:
@@ -285,9 +309,14 @@ class _LoopLink:
             return
         if self._timer is not None:
             self._timer.cancel()
-        delay = self.link.tick()
-        if self._status_file is not None:
-            self._status_file.write(self._status())
+        try:
+            delay = self.link.tick()
+            if self._status_file is not None:
+                self._status_file.write(self._status())
+        except Exception:
+            # Without the next tick there would be no more heartbeats.
+            _log.exception("a tick failed")
+            delay = HEARTBEAT_INTERVAL
         self._timer = self._loop.call_later(delay, self._tick)
 
 
@@ -402,6 +431,8 @@ class Binder(_LoopLink):
 
     def _probe(self) -> None:
         if self._socket is not None:
+            self._socket.read_rest()
+        if self._socket is not None:
             self.link.probe()
 
 
@@ -450,6 +481,8 @@ class Dialer(_LoopLink):
         if event & _HANDSHAKE_FAILED and self._socket is not None:
             self._complaints.tell(_why_not_welcome(event, self._keys))
             _hang_up(self._socket.socket, self.address)
+        if event == zmq.Event.DISCONNECTED and self._socket is not None:
+            self._socket.read_rest()
         _tell(self.link, event)
 
 

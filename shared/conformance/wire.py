@@ -232,7 +232,6 @@ class Dialled(Endpoint):
 
     def _connect(self) -> None:
         self.socket = self.loop.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 10)
         self.socket.connect(self.address)
         self.loop.attach(self)

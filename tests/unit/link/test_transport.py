@@ -104,6 +104,28 @@ def test_the_binder_sees_a_dialer_go_within_milliseconds(address):
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("leaver", ["binder", "dialer"])
+def test_what_was_sent_last_arrives_before_the_end(address, leaver):
+    async def scenario():
+        left, right = Recorder(), Recorder()
+        b, d = binder(address, right), dialer(address, left)
+        b.start()
+        d.start()
+        to_right, to_left = await left.expect("up"), await right.expect("up")
+        speaker, listener, leaving = (to_left, left, b) if leaver == "binder" else (to_right, right, d)
+        for i in range(300):
+            assert speaker.send(GetLoads(i))
+        leaving.close()
+        for i in range(300):
+            kind, value = await asyncio.wait_for(listener.events.get(), 5)
+            assert (kind, value) == ("message", GetLoads(i))
+        await listener.expect("down")
+        (d if leaver == "binder" else b).close()
+
+    for _ in range(5):
+        asyncio.run(scenario())
+
+
 def test_two_dialers_of_one_name_live_side_by_side(address):
     async def scenario():
         left, right = Recorder(), Recorder()

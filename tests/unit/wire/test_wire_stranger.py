@@ -66,7 +66,6 @@ class Dialer:
     def __init__(self, address: str, role: int, name: str, model: list[Any] | None = None) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.IMMEDIATE, 1)
         self.socket.setsockopt(zmq.ROUTING_ID, name.encode() + os.urandom(8).hex().encode())
         self.socket.connect(address)
         self.session = os.urandom(8)
