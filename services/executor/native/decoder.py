@@ -105,7 +105,8 @@ class NativeDecoder:
             self._set_matrix(0, _HEAD, head_format, [embed_tokens])
         else:
             self._set_matrix(0, _HEAD, head_format, [load(LM_HEAD)])
-            _check_memory(library.quartet_decoder_set_embedding(self._handle, _bf16(embed_tokens).data_ptr()))
+            embed_tokens = _bf16(embed_tokens)  # held until it has been copied
+            _check_memory(library.quartet_decoder_set_embedding(self._handle, embed_tokens.data_ptr()))
 
         self._rotary = RotaryEmbedding(config.rope, config.head_size, self.device)
         self._cos = self._sin = torch.empty(0)
@@ -182,10 +183,8 @@ class NativeDecoder:
         num_inner = _num_inner(weights[0])
         if format is Format.INT4 and num_inner % 32:
             format = Format.INT8
-        if format is Format.INT4:
-            data = torch.cat([_as_q4_1(weight) for weight in weights])
-        else:
-            data = torch.cat([_bf16(weight) for weight in weights])
+        parts = [_as_q4_1(weight) if format is Format.INT4 else _bf16(weight) for weight in weights]
+        data = parts[0] if len(parts) == 1 else torch.cat(parts)
         bias = None if bias is None else bias.float().contiguous()
         _check_memory(
             self._library.quartet_decoder_set_matrix(
