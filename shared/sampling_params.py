@@ -66,6 +66,10 @@ class RequestLimits(msgspec.Struct, frozen=True):
     max_logit_bias: int = 1024
 
 
+# For whoever stands behind the gateway, whose caps they are: only what no service could do is refused.
+NO_CAPS = RequestLimits(*[MAX_TOKEN_ID] * len(RequestLimits.__struct_fields__))
+
+
 def _number(field: str, value: float, low: float, high: float, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InvalidField(field, f"must be a finite number, got {value!r}")

@@ -14,11 +14,9 @@ from quartet.services.executor.plan_columns import NewRowColumns, PlanColumns, P
 from quartet.services.executor.sampling_rows import SamplingRows
 from quartet.shared.block_hash import HASH_BYTES
 from quartet.shared.messages import StepPlan
-from quartet.shared.sampling_params import MAX_TOKEN_ID, InvalidField, RequestLimits, TextParams, validate
+from quartet.shared.sampling_params import NO_CAPS, InvalidField, TextParams, validate
 
 _MAX_BIT_SET_BYTES = 2**16 // 8
-# Caps are the gateway's to set; refused here is only what cannot be computed.
-_WIDEST = RequestLimits(*[MAX_TOKEN_ID] * len(RequestLimits.__struct_fields__))
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -237,7 +235,7 @@ class InputBatch:
         if not -1 <= row.prompt_logprobs_start <= num_tokens:
             raise PlanError(f"new row {index} has prompt_logprobs_start {row.prompt_logprobs_start}")
         try:
-            validate(row.sampling, TextParams(), 1, _WIDEST)
+            validate(row.sampling, TextParams(), 1, NO_CAPS)
         except InvalidField as error:
             raise PlanError(f"new row {index}: {error}") from error
         self._check_block_ids(new.block_ids)

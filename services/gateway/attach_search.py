@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from quartet.services.gateway.choice import Choice, Position
+from quartet.services.gateway.choice import MAX_TEXT_BYTES, Choice, Position
 from quartet.services.gateway.events import StreamError
 from quartet.services.gateway.stream import Stream
 from quartet.services.gateway.subscription import Subscription
 from quartet.services.gateway.tokenizer import Peer
 from quartet.shared.messages import Attach, Attached, ErrorCode, Submit, TokensPrompt
 from quartet.shared.received import are_token_ids
-from quartet.shared.sampling_params import MAX_TOKEN_ID, InvalidField, RequestLimits, TextParams, validate
-
-# What an earlier gateway let in may be more than this one's caps.
-_WIDEST = RequestLimits(*[MAX_TOKEN_ID] * len(RequestLimits.__struct_fields__))
-_MAX_TEXT_BYTES = 1 << 53
+from quartet.shared.sampling_params import MAX_TOKEN_ID, NO_CAPS, InvalidField, TextParams, validate
 
 
 class Search:
@@ -133,7 +129,8 @@ def _can_be(message: Attached) -> bool:
     """Whether a stream can be made of it, and submitted again."""
     submit = message.submit
     try:
-        validate(submit.sampling, TextParams(), 1, _WIDEST)
+        # What an earlier gateway let in may be more than this one's caps.
+        validate(submit.sampling, TextParams(), 1, NO_CAPS)
     except InvalidField:
         return False
     return (
@@ -145,7 +142,7 @@ def _can_be(message: Attached) -> bool:
         and all(
             0 <= past.index <= MAX_TOKEN_ID
             and are_token_ids(past.output_token_ids)
-            and 0 <= (past.sent_bytes or 0) <= _MAX_TEXT_BYTES
+            and 0 <= (past.sent_bytes or 0) <= MAX_TEXT_BYTES
             for past in submit.choices
         )
     )

@@ -19,10 +19,8 @@ from quartet.shared.sampling_params import MAX_TOKEN_ID
 MAX_CHUNK_TOKENS = 1024
 TOKEN_BYTES = 16
 LOGPROB_BYTES = 48
-
-
 # Far more text than any stream has, and far from what a message can carry.
-_MAX_TEXT_BYTES = 1 << 53
+MAX_TEXT_BYTES = 1 << 53
 
 
 class Gap(Exception):
@@ -157,7 +155,7 @@ class Choice:
 def _can_be(delta: Delta, text_start: int) -> bool:
     return (
         delta.start >= 0
-        and 0 <= text_start <= _MAX_TEXT_BYTES
+        and 0 <= text_start <= MAX_TEXT_BYTES
         and are_token_ids(delta.token_ids)
         and 0 <= delta.num_cached_tokens <= MAX_TOKEN_ID
         and (not isinstance(delta.stop_reason, int) or 0 <= delta.stop_reason <= MAX_TOKEN_ID)

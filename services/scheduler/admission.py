@@ -6,16 +6,14 @@ from quartet.services.scheduler.state import SchedulerState
 from quartet.shared.messages import ErrorCode, Failed, ModelInfo, NewRequest
 from quartet.shared.sampling_params import (
     MAX_TOKEN_ID,
+    NO_CAPS,
     InvalidField,
-    RequestLimits,
     TextParams,
     validate,
     validate_token_ids,
 )
 
 RETRY_AFTER_MS = 1000
-# Caps are the gateway's to set; refused here is only what no executor could do.
-_WIDEST = RequestLimits(*[MAX_TOKEN_ID] * len(RequestLimits.__struct_fields__))
 
 
 def refusal(state: SchedulerState, message: NewRequest, *, draining: bool) -> Failed | None:
@@ -58,7 +56,7 @@ def malformed(message: NewRequest) -> Failed | None:
         text = f"prompt_logprobs_start is {start}, the prompt has {num_prompt_tokens} tokens"
         return _failed(message, ErrorCode.INVALID_ARGUMENT, text, "prompt_logprobs_start")
     try:
-        validate(message.sampling, TextParams(), 1, _WIDEST)
+        validate(message.sampling, TextParams(), 1, NO_CAPS)
         validate_token_ids("prompt", message.prompt_token_ids, MAX_TOKEN_ID + 1)
         for choice in message.choices:
             validate_token_ids("past_token_ids", choice.output_token_ids, MAX_TOKEN_ID + 1)
