@@ -15,6 +15,7 @@ from quartet.services.tokenizer.detokenizer import decode
 from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.prompt_encoder import PromptEncoder, Refusal
 from quartet.services.tokenizer.settings import TokenizerSettings
+from quartet.shared.config import version
 from quartet.shared.link import Identity, Peer, Status
 from quartet.shared.liveness import StatusFile, status_path
 from quartet.shared.log import get_logger
@@ -42,7 +43,6 @@ from quartet.shared.sampling_params import InvalidField, validate_token_ids
 from quartet.shared.transport import Dialer
 
 TICK = 1.0
-LAST_WORDS = 0.2
 # Longer texts have a thread of their own, so that short ones never wait for them.
 LARGE_PROMPT_BYTES = 64 << 10
 
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 class TokenizerService:
-    """Lives in one event loop. `template_source` None: the model has no chat template."""
+    """Lives in one event loop. `model_fingerprint`: of the files that the tokenizer was read from; "": unknown."""
 
     def __init__(
         self,
@@ -63,9 +63,8 @@ class TokenizerService:
         self.core = TokenizerCore(
             loaded, time.monotonic, settings.attach_grace, recovery_deadline=settings.recovery_deadline
         )
-        self.identity = Identity(
-            Role.TOKENIZER, settings.name or f"tokenizer-{os.getpid()}", tokenizer_fingerprint=loaded.fingerprint
-        )
+        name = settings.name or f"tokenizer-{os.getpid()}"
+        self.identity = Identity(Role.TOKENIZER, name, tokenizer_fingerprint=loaded.fingerprint, version=version())
         self._loaded = loaded
         self._model_fingerprint = model_fingerprint
         self._drain_timeout = settings.drain_timeout
@@ -117,8 +116,6 @@ class TokenizerService:
         deadline = time.monotonic() + self._drain_timeout
         while (left := self.core.num_owed) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
-        # Word of a connection's end may overtake what was sent last.
-        await asyncio.sleep(LAST_WORDS)
         if left:
             _log.warning("drain timeout: streams are left to other tokenizers", num_unfinished=left)
 

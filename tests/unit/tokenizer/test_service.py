@@ -20,6 +20,7 @@ from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.prompt_encoder import PromptEncoder
 from quartet.services.tokenizer.service import TokenizerService
 from quartet.services.tokenizer.settings import TokenizerSettings
+from quartet.shared.config import version
 from quartet.shared.link import Identity, Peer, Status
 from quartet.shared.messages import (
     Abort,
@@ -143,6 +144,7 @@ def test_a_stream_from_text_to_text_over_a_restarted_scheduler(
     async def body(line: Line) -> None:
         peer = line.gateway.peer
         assert peer is not None and not peer.ready and peer.tokenizer_fingerprint == "tiny"
+        assert peer.version == version()
         line.submit(1, TextPrompt("hi"))  # before there is a scheduler: it waits
         scheduler = await line.start_scheduler()
         assert peer.model == model_info()
