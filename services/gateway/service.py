@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from quartet.shared.link import Peer
 from quartet.shared.liveness import StatusFile, status_path
 from quartet.shared.log import get_logger
 from quartet.shared.messages import AnyMessage, Role
+from quartet.shared.signals import stop_on_signals
 from quartet.shared.transport import Binder, Identity, Status, ipc_address
 
 TICK = 0.2
@@ -121,17 +120,7 @@ class Gateway:
 
 async def serve(settings: GatewaySettings) -> int:
     """Runs the gateway until SIGTERM or SIGINT; returns the exit code. A second signal ends it at once."""
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            _log.warning("stopped by a second signal")
-            os._exit(1)
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    stop = stop_on_signals()
     try:
         await Gateway(settings).run(stop)
     except BindError as error:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
 import time
 from collections.abc import Hashable
 
@@ -30,13 +29,13 @@ from quartet.shared.messages import (
     StepFailed,
     StepResult,
 )
+from quartet.shared.signals import stop_on_signals
 from quartet.shared.transport import AddressInUse, Binder, Identity, Status
 
 # Outputs are made and dropped by the thousand and hold no cycles; the default wakes the collector for each few.
 GC_THRESHOLD = 50_000
 DRAIN_DECISION = 0.3
 HAND_OVER_TIMEOUT = 1.0
-LAST_WORDS = 0.2
 
 _log = get_logger()
 
@@ -148,8 +147,7 @@ class SchedulerService:
         if self.handing_over and not self.core.num_in_flight:
             self.drained.set()
         if self.core.draining and not self.core.num_owed:
-            # Word of a connection's end may overtake what was sent last, and nobody would compute that again.
-            self._loop.call_later(LAST_WORDS, self.drained.set)
+            self.drained.set()
         self._arm_deadline()
 
     def _send(self, effects: list[Effect]) -> None:
@@ -316,17 +314,7 @@ def _role(hello: Hello) -> str:
 async def serve(settings: SchedulerSettings) -> int:
     """Runs until SIGTERM or SIGINT, then until the running requests have ended; returns the exit code.
     A second signal ends the process at once."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            _log.warning("stopped by a second signal")
-            os._exit(1)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    stop = stop_on_signals()
     service = SchedulerService(settings)
     stopping = asyncio.ensure_future(stop.wait())
     starting = asyncio.ensure_future(service.start())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,6 +18,7 @@ from quartet.services.tokenizer.settings import TokenizerSettings
 from quartet.shared.config import SettingsError
 from quartet.shared.log import get_logger
 from quartet.shared.model_files import ModelFiles, resolve_model
+from quartet.shared.signals import stop_on_signals
 
 _log = get_logger()
 T = TypeVar("T")
@@ -40,16 +39,7 @@ def build_template(loaded: LoadedTokenizer, settings: TokenizerSettings, setting
 
 async def run(settings: TokenizerSettings, template_setting: str | None) -> int:
     """Serves until SIGTERM or SIGINT; the exit code. A second signal ends the process at once."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            os._exit(1)
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
+    stop = stop_on_signals()
 
     def load() -> tuple[ModelFiles, LoadedTokenizer, ChatTemplate]:
         files = resolve_model(settings.model)
@@ -57,7 +47,7 @@ async def run(settings: TokenizerSettings, template_setting: str | None) -> int:
         return files, loaded, build_template(loaded, settings, template_setting)
 
     stopped = asyncio.ensure_future(stop.wait())
-    loading = _in_daemon_thread(loop, load)
+    loading = _in_daemon_thread(asyncio.get_running_loop(), load)
     waiting: list[asyncio.Future[Any]] = [loading, stopped]
     await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
