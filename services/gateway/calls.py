@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from quartet.services.gateway.events import StreamError
+from quartet.services.gateway.events import StreamError, unavailable
 from quartet.services.gateway.tokenizer import Peer
-from quartet.shared.messages import CallFailed, Decoded, Encoded, ErrorCode, Loads, Message
+from quartet.shared.messages import CallFailed, Decoded, Encoded, Loads, Message
 
 MAX_TRIES = 3
 
@@ -62,4 +62,4 @@ class Calls:
             if peer.send(make(call_id)):
                 return
         self._open.pop(call_id, None)
-        done(StreamError(ErrorCode.UNAVAILABLE, "no tokenizer can answer", retry_after_ms=1000))
+        done(unavailable("no tokenizer can answer"))

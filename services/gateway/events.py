@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from quartet.shared.messages import ErrorCode, FinishReason, TokenLogprobs
 
+RETRY_AFTER_MS = 1000
+
 
 class StreamError(Exception):
     """A stream or call ends with this instead of its result; the message names the field."""
@@ -19,6 +21,11 @@ class StreamError(Exception):
         self.message = message
         self.field = field
         self.retry_after_ms = retry_after_ms
+
+
+def unavailable(message: str) -> StreamError:
+    """Worth another try soon."""
+    return StreamError(ErrorCode.UNAVAILABLE, message, retry_after_ms=RETRY_AFTER_MS)
 
 
 class Started(NamedTuple):

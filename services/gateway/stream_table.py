@@ -14,7 +14,7 @@ from typing import NamedTuple
 from quartet.services.gateway.attach_search import Search, Searches, taken_over
 from quartet.services.gateway.calls import Calls
 from quartet.services.gateway.choice import Gap, Position
-from quartet.services.gateway.events import StreamError
+from quartet.services.gateway.events import RETRY_AFTER_MS, StreamError, unavailable
 from quartet.services.gateway.retained import Retained
 from quartet.services.gateway.stream import Stream
 from quartet.services.gateway.subscription import Subscription
@@ -41,7 +41,6 @@ from quartet.shared.messages import (
     Role,
 )
 
-RETRY_AFTER_MS = 1000
 MAX_GAPS = 3
 
 _log = get_logger()
@@ -105,12 +104,12 @@ class StreamTable:
         for tokenizer in sorted(self.tokenizers.values(), key=lambda tokenizer: not tokenizer.usable):
             if tokenizer.peer.model is not None:
                 return tokenizer.peer.model, tokenizer.peer.tokenizer_fingerprint
-        raise _unavailable("no model is being served yet")
+        raise unavailable("no model is being served yet")
 
     def open(self, make: Callable[[int], Stream], wake: Callable[[], None]) -> Subscription:
         """Starts the stream that `make` builds for a new request id. Raises StreamError."""
         if self.draining:
-            raise _unavailable("the gateway is shutting down")
+            raise unavailable("the gateway is shutting down")
         if len(self._open) >= self.limits.max_concurrent_requests:
             raise StreamError(
                 ErrorCode.RESOURCE_EXHAUSTED,
@@ -169,8 +168,8 @@ class StreamTable:
     def end_all(self, reason: str) -> None:
         """Ends every client's stream with UNAVAILABLE; the requests live on to the right for Attach."""
         for stream in list(self._open.values()):
-            self._fail(stream, _unavailable(reason))
-        self._searches.end_all(_unavailable(reason))
+            self._fail(stream, unavailable(reason))
+        self._searches.end_all(unavailable(reason))
 
     # --- the link to the tokenizers ---
 
@@ -252,12 +251,12 @@ class StreamTable:
         limits = self.limits
         for stream in list(self._waiting.values()):
             if stream.waiting_since is not None and now - stream.waiting_since > limits.recovery_deadline:
-                self._fail(stream, _unavailable(f"no tokenizer was ready for {limits.recovery_deadline:g} s"))
+                self._fail(stream, unavailable(f"no tokenizer was ready for {limits.recovery_deadline:g} s"))
         for tokenizer in self.tokenizers.values():
             if tokenizer.stalled_since is not None and now - tokenizer.stalled_since > limits.recovery_deadline:
                 for stream in list(tokenizer.streams.values()):
                     self._send_abort(stream)
-                    self._fail(stream, _unavailable(f"no progress for {limits.recovery_deadline:g} s"))
+                    self._fail(stream, unavailable(f"no progress for {limits.recovery_deadline:g} s"))
         for stream in list(self._detached.values()):
             if stream.detached_at is not None and now - stream.detached_at > stream.detach_grace:
                 self._drop(stream)
@@ -281,7 +280,7 @@ class StreamTable:
             default=None,
         )
 
-    def _place(self, stream: Stream) -> bool:
+    def _place(self, stream: Stream) -> None:
         """Submits the stream to a tokenizer, or lets it wait; its former tokenizer has no more to say."""
         if stream.tokenizer is not None and stream.tokenizer.peer.alive:
             # It is told to forget the stream when the next one has it, so that the scheduler goes on with it.
@@ -291,13 +290,12 @@ class StreamTable:
             if tokenizer.peer.send(stream.submit(self._mint_attempt(stream.attempt))):
                 stream.left.pop(tokenizer.peer, None)
                 self._belongs(stream, tokenizer)
-                return True
+                return
             stream.refused_by.add(tokenizer)
         self._waiting[stream.request_id] = stream
         if stream.waiting_since is None:
             stream.waiting_since = self._clock()
             _log.info("stream waits for a tokenizer", request_id=stream.request_id)
-        return False
 
     def _belongs(self, stream: Stream, tokenizer: Tokenizer) -> None:
         stream.tokenizer = tokenizer
@@ -499,7 +497,3 @@ class StreamTable:
         tokenizers = [t for t in self.tokenizers.values() if t.peer.alive and t.peer not in excluded]
         best = min(tokenizers, key=lambda t: (not t.usable, t.peer.stalled, len(t.streams)), default=None)
         return None if best is None else best.peer
-
-
-def _unavailable(message: str) -> StreamError:
-    return StreamError(ErrorCode.UNAVAILABLE, message, retry_after_ms=RETRY_AFTER_MS)
