@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from quartet.shared.address import DEFAULT_ADDRESS
 from quartet.shared.client import AsyncClient
 
 
@@ -27,7 +28,7 @@ from quartet.shared.client import AsyncClient
 class Load:
     """`num_requests` 0 means one for each stream. Token ids are drawn from [low, high)."""
 
-    address: str = "127.0.0.1:50051"
+    address: str = DEFAULT_ADDRESS
     concurrency: int = 32
     num_requests: int = 0
     prompt_tokens: int = 128

@@ -151,13 +151,20 @@ def check_curve_keys(folder: str, section: str) -> None:
         raise SettingsError(str(error)) from None
 
 
+def flag_value(argv: Sequence[str], flag: str) -> str | None:
+    """What the first `flag value` or `flag=value` gives; None when there is none."""
+    for i, argument in enumerate(argv):
+        if argument == flag and i + 1 < len(argv):
+            return argv[i + 1]
+        if argument.startswith(f"{flag}="):
+            return argument.partition("=")[2]
+    return None
+
+
 def peek_setting(section: str, name: str, argv: Sequence[str], environ: Mapping[str, str], config: str) -> str:
     """One setting of a service as text, without its settings type: for telling where a service is. "" when not set."""
-    for i, argument in enumerate(argv):
-        if argument == _flag(name) and i + 1 < len(argv):
-            return argv[i + 1]
-        if argument.startswith(f"{_flag(name)}="):
-            return argument.partition("=")[2]
+    if (given := flag_value(argv, _flag(name))) is not None:
+        return given
     if value := environ.get(_env_name(section, name)):
         return value
     try:

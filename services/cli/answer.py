@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quartet.services.cli.address import DEFAULT_ADDRESS
+from quartet.shared.address import DEFAULT_ADDRESS
 
 SAMPLING = (
     ("--max-tokens", int, "the most tokens to generate (default: until the context is full)"),

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quartet.services.cli.address import DEFAULT_ADDRESS
+from quartet.shared.address import DEFAULT_ADDRESS
 from quartet.shared.config import default_run_dir
 from quartet.shared.liveness import check, status_path
 

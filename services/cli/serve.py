@@ -16,13 +16,14 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from quartet.services.cli.address import DEFAULT_ADDRESS
 from quartet.services.cli.processes import Process, SignalInbox
 from quartet.services.cli.supervisor import FETCH, GATEWAY, SERVICES, Phase, Supervisor
+from quartet.shared.address import DEFAULT_ADDRESS
 from quartet.shared.config import (
     EXIT_SETTINGS_ERROR,
     CommonSettings,
     SettingsError,
+    flag_value,
     load_settings,
     peek_setting,
     prepare_run_dir,
@@ -91,27 +92,18 @@ def child_commands(settings: ServeSettings, arguments: ServeArguments, run_dir: 
     if "--log-format" in given:
         common += ["--log-format", settings.log_format]
     if "--config" in given:
-        common += ["--config", _flag_value(arguments.own, "--config")]
+        common += ["--config", flag_value(arguments.own, "--config") or ""]
     python = [sys.executable, "-m"]
     commands = {name: [*python, f"quartet.services.{name}", *common, *arguments.services[name]] for name in SERVICES}
     commands[FETCH] = [*python, "quartet.services.cli", "fetch", settings.model]
     return commands
 
 
-def _flag_value(argv: Sequence[str], flag: str) -> str:
-    for i, argument in enumerate(argv):
-        if argument == flag and i + 1 < len(argv):
-            return argv[i + 1]
-        if argument.startswith(f"{flag}="):
-            return argument.partition("=")[2]
-    return ""
-
-
 def main(argv: Sequence[str]) -> int:
     arguments = split_arguments(argv)
     settings = load_settings(ServeSettings, "serve", arguments.own, description=DESCRIPTION, epilog=EPILOG)
     configure_logging("serve", settings.log_level, settings.log_format, settings.name)
-    config = _flag_value(arguments.own, "--config") or os.environ.get("QUARTET_CONFIG", "")
+    config = flag_value(arguments.own, "--config") or os.environ.get("QUARTET_CONFIG", "")
     address = peek_setting("gateway", "grpc_address", arguments.services[GATEWAY], os.environ, config)
     try:
         with SignalInbox() as inbox, own_run_dir(settings.run_dir) as run_dir:

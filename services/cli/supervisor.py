@@ -11,6 +11,8 @@ import enum
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+from quartet.shared.config import EXIT_SETTINGS_ERROR
+
 GATEWAY = "gateway"
 FETCH = "fetch"
 BEHIND_GATEWAY = ("tokenizer", "scheduler", "executor")
@@ -24,7 +26,6 @@ HEALTHY_AFTER = 10.0
 GATEWAY_BIND_TIME = 15.0
 # One stop often arrives twice: to the process and to its group (timeout, make, some init programs).
 SAME_SIGNAL = 0.5
-EXIT_SETTINGS_ERROR = 2
 
 
 class Backoff:

@@ -6,15 +6,16 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from quartet.shared.address import DEFAULT_ADDRESS
 from quartet.shared.config import CommonSettings
 
 _MIB = 2**20
 
 
-class GatewaySettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
     grpc_address: Annotated[
         str, Meta(description="where clients connect: host:port, [v6 address]:port or unix:path", min_length=1)
-    ] = "127.0.0.1:50051"
+    ] = DEFAULT_ADDRESS
     tokenizer_link: Annotated[
         str, Meta(description="where tokenizers connect: ipc://path or tcp://host:port; empty: a socket in run_dir")
     ] = ""

@@ -1,6 +1,5 @@
 """How a client connects, and how it asks whether the server is ready."""
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 SERVICE = "inference.v1.InferenceService"
 RECONNECT_TIMEOUT = 60.0
 MAX_MESSAGE_BYTES = 64 * 2**20

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
+from quartet.shared.address import DEFAULT_ADDRESS
 from quartet.shared.client.channel import (
     CHANNEL_OPTIONS,
-    DEFAULT_ADDRESS,
     HEALTH_CHECK,
     HEALTH_REQUEST,
     HEALTH_SERVING,
