@@ -43,7 +43,7 @@ def main() -> None:
     status_file = StatusFile(status_path(settings.run_dir, "executor"))
     loop = ExecutorLoop(runner, first_epoch())
     ExecutorService(
-        loop, settings.scheduler_address(), identity, status_file, settings.curve_keys, settings.drain_timeout
+        loop, settings.scheduler_address, identity, status_file, settings.curve_keys, settings.drain_timeout
     ).run()
 
 

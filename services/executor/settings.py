@@ -10,7 +10,7 @@ from quartet.shared.config import CommonSettings
 from quartet.shared.transport import ipc_address
 
 
-class ExecutorSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExecutorSettings(CommonSettings, frozen=True, kw_only=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="where the model runs")] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -54,5 +54,6 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True, forbid_unknown
         if self.device == "cuda":
             raise ValueError("device cuda is not built yet: use cpu (or auto)")
 
+    @property
     def scheduler_address(self) -> str:
         return self.scheduler_link or ipc_address(self.run_dir, "scheduler-executor")

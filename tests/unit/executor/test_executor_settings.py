@@ -7,8 +7,8 @@ from quartet.shared.config import SettingsError, parse_settings
 def test_flags_and_defaults() -> None:
     settings = parse_settings(ExecutorSettings, "executor", ["--num-blocks", "64", "--run-dir", "/tmp/q"], {})
     assert (settings.num_blocks, settings.block_size, settings.max_num_batched_tokens) == (64, 16, 256)
-    assert settings.scheduler_address() == "ipc:///tmp/q/scheduler-executor.sock"
-    assert ExecutorSettings(scheduler_link="tcp://h:1").scheduler_address() == "tcp://h:1"
+    assert settings.scheduler_address == "ipc:///tmp/q/scheduler-executor.sock"
+    assert ExecutorSettings(scheduler_link="tcp://h:1").scheduler_address == "tcp://h:1"
 
 
 @pytest.mark.parametrize(
