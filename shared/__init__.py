@@ -1,1 +1,1 @@
-"""What the services have in common: the wire protocol, links, the ledger, settings, logs."""
+"""What the services have in common: the wire protocol, a kit that checks it, links, settings, logs, the client."""

@@ -362,11 +362,6 @@ class DialerLink(Link):
     def on_connected(self) -> None:
         self._open("reconnected")
 
-    def _wrong_role(self, hello: Hello) -> str | None:
-        if self._expect is None or hello.role is self._expect:
-            return None
-        return f"{hello.name} is a {hello.role.name.lower()}, not a {self._expect.name.lower()}: check the address"
-
     def on_disconnected(self) -> None:
         self._lost_at = self._clock()
         self._close("disconnected")
@@ -435,6 +430,11 @@ class DialerLink(Link):
         self._session, self._greet_at = b"", None
         if self.peer is not None:
             self._down(self.peer, reason)
+
+    def _wrong_role(self, hello: Hello) -> str | None:
+        if self._expect is None or hello.role is self._expect:
+            return None
+        return f"{hello.name} is a {hello.role.name.lower()}, not a {self._expect.name.lower()}: check the address"
 
     def _greet(self, now: float) -> None:
         # The Hello is repeated in the same session until answered: a duplicate is harmless.

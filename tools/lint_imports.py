@@ -39,7 +39,7 @@ def imported_modules(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.Call):
             function = node.func
             called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-            if called in ("import_module", "__import__", "find_spec_and_load", "run_module"):
+            if called in ("import_module", "__import__", "run_module"):
                 argument = node.args[0] if node.args else None
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     yield node.lineno, argument.value

@@ -206,7 +206,7 @@ class StepScheduler:
     def _prefill(self, plan: PlanBuilder, request: Request, budget: int) -> int:
         """Schedules up to `budget` more known tokens, as far as blocks are free; gives their number."""
         state = self._state
-        num_left = len(request.token_ids) - request.num_computed_tokens
+        num_left = _num_left(request)
         count = min(budget, num_left)
         plan.append_blocks(request, state.kv.allocate_slots(request, request.num_computed_tokens + count))
         count = min(count, len(request.blocks) * state.kv.block_size - request.num_computed_tokens)
