@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from quartet.services.executor.models.rope import RopeConfig
 
@@ -12,6 +13,24 @@ ACTIVATIONS = ("silu",)
 
 class ModelError(ValueError):
     """The model cannot be served as it is; the message names the file's value that stands in the way."""
+
+
+def whole_number(name: str, value: Any, default: int | None = None) -> int:
+    """A file's value, or `default` where it has none. Raises ModelError naming it when it is no integer."""
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelError(f"{name} must be a whole number, not {value!r}")
+    return value
+
+
+def number(name: str, value: Any, default: float | None = None) -> float:
+    """As whole_number, of any number."""
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ModelError(f"{name} must be a number, not {value!r}")
+    return float(value)
 
 
 @dataclass(frozen=True, slots=True)

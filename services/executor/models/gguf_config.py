@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quartet.services.executor.models.config import ModelConfig, ModelError
+from quartet.services.executor.models.config import ModelConfig, ModelError, number, whole_number
 from quartet.services.executor.models.rope import (
     FrequencyFactors,
     LinearScaling,
@@ -80,20 +80,10 @@ class _Metadata:
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        value = self.optional(key)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ModelError(f"{self._arch}.{key} must be a whole number, not {value!r}")
-        return value
+        return whole_number(f"{self._arch}.{key}", self.optional(key), default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.optional(key)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ModelError(f"{self._arch}.{key} must be a number, not {value!r}")
-        return float(value)
+        return number(f"{self._arch}.{key}", self.optional(key), default)
 
 
 def _rope_scaling(meta: _Metadata, rope_factors: tuple[float, ...] | None) -> RopeScaling | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quartet.services.executor.models.config import ARCHITECTURES, ModelConfig, ModelError
+from quartet.services.executor.models.config import ARCHITECTURES, ModelConfig, ModelError, number, whole_number
 from quartet.services.executor.models.rope import (
     LinearScaling,
     Llama3Scaling,
@@ -157,18 +157,8 @@ def _factor(rope: Mapping[str, Any]) -> float:
 
 
 def _integer(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    value = values.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ModelError(f"{name} must be a whole number, not {value!r}")
-    return value
+    return whole_number(name, values.get(name), default)
 
 
 def _number(values: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    value = values.get(name)
-    if value is None:
-        value = default
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ModelError(f"{name} must be a number, not {value!r}")
-    return float(value)
+    return number(name, values.get(name), default)
