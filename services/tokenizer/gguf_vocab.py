@@ -12,10 +12,9 @@ import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from quartet.services.tokenizer.gguf_metadata import read_metadata
-from quartet.services.tokenizer.loaded import LoadedTokenizer, TokenizerError, describe
+from quartet.services.tokenizer.loaded import WORD_BOUNDARY, LoadedTokenizer, TokenizerError, describe
 
 _PREFIX = "tokenizer.ggml."
-_WORD_BOUNDARY = "▁"
 # Files that do not name their end-of-turn token have it under one of these texts.
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
@@ -190,11 +189,11 @@ def _sentencepiece_bpe(ggml: dict[str, Any], tokens: Sequence[str], types: Seque
         )
     )
     add_space_prefix = bool(ggml.get("add_space_prefix", True))
-    prefix = [normalizers.Prepend(_WORD_BOUNDARY)] if add_space_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", _WORD_BOUNDARY)])
+    prefix = [normalizers.Prepend(WORD_BOUNDARY)] if add_space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", WORD_BOUNDARY)])
     strip = [decoders.Strip(" ", 1, 0)] if add_space_prefix else []
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(_WORD_BOUNDARY, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        [decoders.Replace(WORD_BOUNDARY, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     )
     return tokenizer
 

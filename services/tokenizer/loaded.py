@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_WORD_BOUNDARY = "▁"
+WORD_BOUNDARY = "▁"
 # A normalizer that composes characters makes text shorter, by less than this factor.
 _COMPOSING = {"NFC": 4, "NFKC": 4}
 
@@ -110,7 +110,7 @@ def _token_bytes(tokenizer: Tokenizer) -> tuple[list[bytes], bool]:
     if not (replaces_boundary or metaspace or "ByteFallback" in kinds):
         raise TokenizerError(f"its decoder ({', '.join(sorted(kinds)) or 'none'}) is not one that can be streamed")
     byte_fallback = "ByteFallback" in kinds
-    boundary = metaspace["replacement"] if metaspace else _WORD_BOUNDARY
+    boundary = metaspace["replacement"] if metaspace else WORD_BOUNDARY
     for piece, token_id in pieces.items():
         byte = _BYTE_TOKEN.fullmatch(piece) if byte_fallback else None
         table[token_id] = bytes([int(byte[1], 16)]) if byte else piece.replace(boundary, " ").encode()
