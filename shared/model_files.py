@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from quartet.shared.log import get_logger
 
-log = get_logger()
+_log = get_logger()
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, bytes done, bytes in all; 0 when unknown)."""
@@ -241,7 +241,7 @@ def _lock(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            log.info("another process is fetching the model; waiting")
+            _log.info("another process is fetching the model; waiting")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -273,7 +273,7 @@ class _LogProgress:
         tenth = 10 * done // total if total else 0
         if (what, tenth) != self._last:
             self._last = (what, tenth)
-            log.info(what, percent=10 * tenth, megabytes=round(total / 1e6))
+            _log.info(what, percent=10 * tenth, megabytes=round(total / 1e6))
 
 
 class TerminalProgress:

@@ -31,7 +31,7 @@ from quartet.shared.config import (
 from quartet.shared.liveness import check, status_path
 from quartet.shared.log import configure_logging, get_logger
 
-log = get_logger()
+_log = get_logger()
 
 DESCRIPTION = """Runs gateway, tokenizer, scheduler and executor as four processes of this machine and fetches
 the model first if need be. A service that dies is started again: the first time at once, then with
@@ -154,9 +154,9 @@ class Serve:
             for process in (*self._processes.values(), *((self._demo,) if self._demo else ())):
                 process.kill()
         if self._supervisor.message:
-            log.error("stopped", reason=self._supervisor.message)
+            _log.error("stopped", reason=self._supervisor.message)
         else:
-            log.info("stopped")
+            _log.info("stopped")
         return self._supervisor.exit_code
 
     def _wait(self) -> None:
@@ -165,7 +165,7 @@ class Serve:
         if loading and self._supervisor.phase in (Phase.STARTING, Phase.RUNNING):
             timeout = POLL_WHILE_LOADING if timeout is None else min(timeout, POLL_WHILE_LOADING)
         if self._inbox.wait(timeout):
-            log.info("stopping", hint="a second signal forces")
+            _log.info("stopping", hint="a second signal forces")
             if self._demo:
                 self._demo.kill()
             self._supervisor.on_signal()
@@ -173,11 +173,11 @@ class Serve:
     def _act(self, kind: str, name: str) -> None:
         if kind == "start":
             self._processes[name] = Process(self._commands[name], quiet=name == FETCH)
-            log.debug("started", child=name, pid=self._processes[name].pid)
+            _log.debug("started", child=name, pid=self._processes[name].pid)
         elif kind == "terminate":
             self._processes[name].terminate()
         else:
-            log.warning("killing", child=name)
+            _log.warning("killing", child=name)
             self._processes[name].kill()
 
     def _reap(self) -> None:
@@ -191,7 +191,7 @@ class Serve:
             del self._processes[name]
             delay = self._supervisor.on_exit(name, returncode)
             if delay is not None:
-                log.warning("restarting", child=name, exit=returncode, delay=delay)
+                _log.warning("restarting", child=name, exit=returncode, delay=delay)
 
     # --- telling the user -------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Serve:
         now = self._clock()
         if check(status_path(self._run_dir, GATEWAY)) is None:
             self._ready = True
-            log.info("ready", seconds=round(now - self._started_at, 1), address=self._address, run_dir=self._run_dir)
+            _log.info("ready", seconds=round(now - self._started_at, 1), address=self._address, run_dir=self._run_dir)
             if self._settings.demo:
                 self._start_demo()
             else:
@@ -217,7 +217,7 @@ class Serve:
         elif now - self._told_at >= TELL_WAITING_EVERY:
             self._told_at = now
             waiting = [name for name in SERVICES[1:] if check(status_path(self._run_dir, name)) is not None]
-            log.info("loading", seconds=round(now - self._started_at), waiting_for=", ".join(waiting) or GATEWAY)
+            _log.info("loading", seconds=round(now - self._started_at), waiting_for=", ".join(waiting) or GATEWAY)
 
     def _start_demo(self) -> None:
         print(f"\n> {DEMO_PROMPT}", flush=True)

@@ -8,7 +8,7 @@ from quartet.services.executor.plan_columns import PlanError
 from quartet.shared.log import get_logger
 from quartet.shared.messages import Granted, Message, PlanRefused, StepFailed, StepPlan, StepResult, Takeover
 
-log = get_logger()
+_log = get_logger()
 
 
 class Runner(Protocol):
@@ -43,7 +43,7 @@ class ExecutorLoop:
                 return self._takeover(message)
             case StepPlan():
                 return self._plan(message)
-        log.warning("unexpected message dropped", message=type(message).__name__)
+        _log.warning("unexpected message dropped", message=type(message).__name__)
         return None
 
     def _takeover(self, message: Takeover) -> Granted:
@@ -52,7 +52,7 @@ class ExecutorLoop:
         self._next_step_id = 0
         self._accepts_plans = True
         granted = Granted(self._epoch, *self._runner.offers())
-        log.info(
+        _log.info(
             "taken over",
             epoch=self._epoch,
             scheduler=f"{message.incarnation:016x}",
@@ -74,7 +74,7 @@ class ExecutorLoop:
         except PlanError as error:
             return self._refuse(plan, str(error))
         except Exception as error:
-            log.exception("step failed", epoch=plan.epoch, step_id=plan.step_id)
+            _log.exception("step failed", epoch=plan.epoch, step_id=plan.step_id)
             self._accepts_plans = False
             return StepFailed(plan.epoch, plan.step_id, f"{type(error).__name__}: {error}")
         self._next_step_id += 1
@@ -82,6 +82,6 @@ class ExecutorLoop:
         return result
 
     def _refuse(self, plan: StepPlan, reason: str) -> PlanRefused:
-        log.error("plan refused", epoch=plan.epoch, step_id=plan.step_id, reason=reason)
+        _log.error("plan refused", epoch=plan.epoch, step_id=plan.step_id, reason=reason)
         self._accepts_plans = False
         return PlanRefused(plan.epoch, plan.step_id, reason)

@@ -18,7 +18,7 @@ from quartet.shared.transport import ThreadDialer
 DRAIN_DECISION = 0.3
 LEAVE_POLL = 0.02
 
-log = get_logger()
+_log = get_logger()
 
 
 class ExecutorService:
@@ -60,7 +60,7 @@ class ExecutorService:
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_signal)
         self._link.start()
-        log.info("ready", scheduler_link=self._address)
+        _log.info("ready", scheduler_link=self._address)
         while not self._may_leave():
             try:
                 item = self._inbox.get(timeout=LEAVE_POLL if self._stopping else None)
@@ -77,7 +77,7 @@ class ExecutorService:
         self._link.close()
         if self._status_file is not None:
             self._status_file.remove()
-        log.info("stopped", num_steps=self._loop.num_steps)
+        _log.info("stopped", num_steps=self._loop.num_steps)
 
     def _status(self) -> Status:
         # handled first: read the other way round, outstanding could come out negative.
@@ -109,10 +109,10 @@ class ExecutorService:
     # --- called in the link's thread --------------------------------------------------------------
 
     def on_up(self, peer: Peer) -> None:
-        log.info("scheduler connected", peer=peer.name)
+        _log.info("scheduler connected", peer=peer.name)
 
     def on_down(self, peer: Peer, reason: str) -> None:
-        log.info("scheduler gone", peer=peer.name, reason=reason)
+        _log.info("scheduler gone", peer=peer.name, reason=reason)
 
     def on_message(self, peer: Peer, message: AnyMessage) -> None:
         self._num_received += 1

@@ -22,7 +22,7 @@ from quartet.shared.log import get_logger
 from quartet.shared.messages import ModelInfo
 from quartet.shared.model_files import resolve_model
 
-log = get_logger()
+_log = get_logger()
 
 
 def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
@@ -38,14 +38,14 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
     bytes_per_block = KVCache.bytes_per_block(config, settings.block_size, dtype)
     # What cannot fit even without the weights is refused before they are loaded.
     num_kv_blocks(settings, max_model_len, bytes_per_block, available_memory())
-    log.info("loading", model=files.name, dtype=dtype_name, num_threads=num_threads)
+    _log.info("loading", model=files.name, dtype=dtype_name, num_threads=num_threads)
     started = time.monotonic()
     decoder = _load_model(settings, files.path, config, dtype_name, num_threads)
-    log.info("loaded", seconds=round(time.monotonic() - started, 2))
+    _log.info("loaded", seconds=round(time.monotonic() - started, 2))
 
     num_blocks = num_kv_blocks(settings, max_model_len, bytes_per_block, available_memory())
     kv_cache = KVCache(config, num_blocks, settings.block_size, dtype, device)
-    log.info("KV memory", num_blocks=num_blocks, mebibytes=round(num_blocks * bytes_per_block / 2**20))
+    _log.info("KV memory", num_blocks=num_blocks, mebibytes=round(num_blocks * bytes_per_block / 2**20))
     batch = InputBatch(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
@@ -57,7 +57,7 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
     runner = ModelRunner(decoder, kv_cache, TorchPagedAttention(), batch, device)
     started = time.monotonic()
     runner.warm_up()
-    log.info("warmed up", seconds=round(time.monotonic() - started, 2))
+    _log.info("warmed up", seconds=round(time.monotonic() - started, 2))
     return runner, ModelInfo(
         name=files.name,
         model_fingerprint=files.fingerprint,
@@ -78,14 +78,14 @@ def _load_model(settings: ExecutorSettings, path: Path, config: ModelConfig, dty
     if reason is not None:
         if settings.quantization in ("int8", "int4"):
             raise ModelError(f"quantization {settings.quantization} needs the compiled kernels, but {reason}")
-        log.info("running in plain torch", reason=reason)
+        _log.info("running in plain torch", reason=reason)
         return load_decoder(path, dtype, progress=_log_progress)
     quantization = _pick_quantization(settings, path)
     build = functools.partial(
         NativeDecoder, block_size=settings.block_size, num_threads=num_threads, quantization=quantization
     )
     decoder = load_with(build, path, dtype, progress=_log_progress)
-    log.info("running on compiled kernels", isa=decoder.isa.describe(), quantization=quantization)
+    _log.info("running on compiled kernels", isa=decoder.isa.describe(), quantization=quantization)
     return decoder
 
 
@@ -119,4 +119,4 @@ def pick_max_model_len(settings: ExecutorSettings, config: ModelConfig) -> int:
 
 def _log_progress(done: int, total: int) -> None:
     if 4 * done // total != 4 * (done - 1) // total:
-        log.info("loading weights", percent=100 * done // total)
+        _log.info("loading weights", percent=100 * done // total)
