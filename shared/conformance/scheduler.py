@@ -438,7 +438,6 @@ def finish(kit: SchedulerKit) -> None:
     tokenizer.link.send(Finish(asked.request_id, asked.message.attempt, 9, 4))
     tokenizer.settle()
     executor.running = True
-    loads = tokenizer.get_loads()
     kit.loop.expect("request.finish", lambda: not executor.queue, "the executor's queue to empty")
     tokenizer.settle()
     steps = executor.num_plans

@@ -16,7 +16,6 @@ from quartet.services.scheduler.settings import SchedulerSettings
 from quartet.shared.messages import (
     Abort,
     ChoicePast,
-    ErrorCode,
     Failed,
     Finish,
     FinishReason,
@@ -310,8 +309,3 @@ def make_sim() -> Callable[..., Sim]:
 @pytest.fixture
 def fake_executor() -> type[FakeExecutor]:
     return FakeExecutor
-
-
-@pytest.fixture
-def internal_error() -> ErrorCode:
-    return ErrorCode.INTERNAL
