@@ -1,11 +1,10 @@
-"""`python -m quartet.services.executor`"""
+"""`python -m quartet.services.executor`: runs the executor."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
 
 from quartet.services.executor.native.library import detect_isa
@@ -15,7 +14,12 @@ from quartet.shared.log import configure_logging, get_logger
 
 
 def main() -> None:
-    settings = load_settings(ExecutorSettings, section="executor", argv=sys.argv[1:])
+    settings = load_settings(
+        ExecutorSettings,
+        section="executor",
+        argv=sys.argv[1:],
+        description="Runs the model, a step for each plan of the scheduler.",
+    )
     configure_logging("executor", settings.log_level, settings.log_format, settings.name)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _exit_at_once)
@@ -39,7 +43,6 @@ def main() -> None:
         raise SystemExit(EXIT_SETTINGS_ERROR) from None
     name = settings.name or f"executor-{os.getpid()}"
     identity = Identity(Role.EXECUTOR, name, model=model, version=version())
-    Path(settings.run_dir).mkdir(parents=True, exist_ok=True)
     status_file = StatusFile(status_path(settings.run_dir, "executor"))
     loop = ExecutorLoop(runner, first_epoch())
     ExecutorService(

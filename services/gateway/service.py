@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from pathlib import Path
 
 from quartet.services.gateway.grpc_face import BindError, GrpcFace
 from quartet.services.gateway.settings import GatewaySettings
@@ -56,7 +55,6 @@ class Gateway:
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then lets running streams end. Raises OSError when an address
         is taken."""
-        Path(self._settings.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
         await self.face.bind()
         self.link.start()
         try:

@@ -1,4 +1,4 @@
-"""Starts the tokenizer service."""
+"""`python -m quartet.services.tokenizer`: runs the tokenizer."""
 
 from __future__ import annotations
 
