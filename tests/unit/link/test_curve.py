@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import queue
 import socket
 import stat
 import subprocess
@@ -14,17 +13,16 @@ from typing import Any
 
 import pytest
 import zmq
+from support.links import Recorder, ready
 from zmq.auth import load_certificate
 
 from quartet.services.cli.keys import main as keys_command
 from quartet.shared import curve, transport
 from quartet.shared.config import CommonSettings, load_settings
 from quartet.shared.curve import KeysError, read_binder_keys, read_dialer_keys
-from quartet.shared.link import Identity, Status
+from quartet.shared.link import Identity
 from quartet.shared.messages import GetLoads, Hello, Role, encode
 from quartet.shared.transport import Binder, Dialer, ThreadDialer
-
-UP_WITHIN = 20.0
 
 
 @pytest.fixture
@@ -58,37 +56,6 @@ def complaints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(transport, "_log", Log())
     return told
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.events: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
-        self.seen: list[str] = []
-
-    def note(self, kind: str, value: Any) -> None:
-        self.seen.append(kind)
-        self.events.put_nowait((kind, value))
-
-    def on_up(self, peer: Any) -> None:
-        self.note("up", peer)
-
-    def on_down(self, peer: Any, reason: str) -> None:
-        self.note("down", peer)
-
-    def on_message(self, peer: Any, message: Any) -> None:
-        self.note("message", message)
-
-    def on_status(self, peer: Any) -> None: ...
-
-    async def expect(self, kind: str) -> Any:
-        while True:
-            got, value = await asyncio.wait_for(self.events.get(), UP_WITHIN)
-            if got == kind:
-                return value
-
-
-def ready() -> Status:
-    return Status(0, 0, True)
 
 
 def binder(address: str, recorder: Recorder, keys: str) -> Binder:
@@ -223,21 +190,15 @@ def test_with_the_right_key_messages_pass_both_ways(address: str, keys: str) -> 
 
 
 def test_the_threaded_dialer_has_keys_too(address: str, keys: str) -> None:
-    ups: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    class Threaded(Recorder):
-        def note(self, kind: str, value: Any) -> None:
-            ups.put(kind)
-
     async def scenario() -> None:
-        right = Recorder()
+        left, right = Recorder(), Recorder()
         b = binder(address, right, keys)
         b.start()
-        thread = ThreadDialer(address, Identity(Role.EXECUTOR, "e"), Threaded(), ready, curve_keys=keys)
+        thread = ThreadDialer(address, Identity(Role.EXECUTOR, "e"), left, ready, curve_keys=keys)
         thread.start()
         await right.expect("up")
         # What is sent before this side has the answer goes to nobody.
-        assert await asyncio.to_thread(ups.get, timeout=10) == "up"
+        await left.expect("up")
         thread.send(GetLoads(1))
         assert await right.expect("message") == GetLoads(1)
         thread.close()

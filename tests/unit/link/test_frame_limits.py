@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import socket
 from typing import Any
 
 import msgspec
 import pytest
+from support.links import Recorder, ready
 
 from quartet.shared import link as link_module
 from quartet.shared import transport
-from quartet.shared.link import BinderLink, DialerLink, Identity, Status
+from quartet.shared.link import BinderLink, DialerLink, Identity
 from quartet.shared.messages import Encoded, GetLoads, ModelChanged, ModelInfo, Role, encode
 from quartet.shared.transport import Binder, Dialer, ThreadDialer, ipc_address
 
 LIMIT = 10_000
 TOO_LONG = b"x" * (LIMIT + 1)
-WITHIN = 20.0
 MODEL = ModelInfo("m", "f", 1000, 256, 64, 16, 8, 32, "float32", "cpu")
 
 
@@ -35,38 +34,6 @@ def address(request: pytest.FixtureRequest, tmp_path: Any) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-
-    def on_up(self, peer: Any) -> None:
-        self.events.put(("up", peer))
-
-    def on_down(self, peer: Any, reason: str) -> None:
-        self.events.put(("down", peer))
-
-    def on_message(self, peer: Any, message: Any) -> None:
-        self.events.put(("message", message))
-
-    def on_status(self, peer: Any) -> None: ...
-
-    async def expect(self, kind: str) -> Any:
-        deadline = asyncio.get_running_loop().time() + WITHIN
-        while asyncio.get_running_loop().time() < deadline:
-            try:
-                got, value = self.events.get_nowait()
-            except queue.Empty:
-                await asyncio.sleep(0.01)
-                continue
-            if got == kind:
-                return value
-        raise AssertionError(f"no {kind} within {WITHIN} s")
-
-
-def ready() -> Status:
-    return Status(0, 0, True)
 
 
 def make(address: str, recorder: Recorder, kind: type = Dialer, name: str = "t") -> Any:

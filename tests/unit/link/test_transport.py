@@ -1,42 +1,15 @@
 """Real sockets: what a link does when processes come, go and queue."""
 
 import asyncio
-import queue
 import time
 
 import pytest
+from support.links import Recorder, ready
 
 from quartet.shared.link import Identity, Status
 from quartet.shared.liveness import StatusFile, check
 from quartet.shared.messages import GetLoads, Role
 from quartet.shared.transport import AddressInUse, Binder, Dialer, ThreadDialer, ipc_address
-
-
-class Recorder:
-    def __init__(self):
-        self.events = asyncio.Queue()
-
-    def on_up(self, peer):
-        self.events.put_nowait(("up", peer))
-
-    def on_down(self, peer, reason):
-        self.events.put_nowait(("down", peer))
-
-    def on_message(self, peer, message):
-        self.events.put_nowait(("message", message))
-
-    def on_status(self, peer):
-        pass
-
-    async def expect(self, kind, timeout=5.0):
-        while True:
-            got, value = await asyncio.wait_for(self.events.get(), timeout)
-            if got == kind:
-                return value
-
-
-def ready():
-    return Status(0, 0, True)
 
 
 def binder(address, recorder, **options):
@@ -117,8 +90,7 @@ def test_what_was_sent_last_arrives_before_the_end(address, leaver):
             assert speaker.send(GetLoads(i))
         leaving.close()
         for i in range(300):
-            kind, value = await asyncio.wait_for(listener.events.get(), 5)
-            assert (kind, value) == ("message", GetLoads(i))
+            assert await listener.next() == ("message", GetLoads(i))
         await listener.expect("down")
         (d if leaver == "binder" else b).close()
 
@@ -160,40 +132,23 @@ def test_a_second_bind_is_refused_and_can_wait(address):
 def test_the_threaded_dialer_speaks_the_same(tmp_path):
     address = ipc_address(tmp_path, "link")
 
-    class Threaded:
-        def __init__(self):
-            self.events = queue.SimpleQueue()
-
-        def on_up(self, peer):
-            self.events.put(("up", peer))
-
-        def on_down(self, peer, reason):
-            self.events.put(("down", peer))
-
-        def on_message(self, peer, message):
-            self.events.put(("message", message))
-
-        def on_status(self, peer):
-            pass
-
     async def scenario():
-        left, right = Threaded(), Recorder()
+        left, right = Recorder(), Recorder()
         status = StatusFile(tmp_path / "executor.status")
         thread = ThreadDialer(address, Identity(Role.EXECUTOR, "e"), left, ready, status_file=status)
         thread.start()
         b = binder(address, right)
         b.start()
         peer = await right.expect("up")
-        get = asyncio.get_running_loop().run_in_executor
-        assert (await get(None, left.events.get))[0] == "up"
+        assert (await left.next())[0] == "up"
         for i in range(300):
             peer.send(GetLoads(i))
             thread.send(GetLoads(i))
         for i in range(300):
-            assert (await get(None, left.events.get)) == ("message", GetLoads(i))
+            assert (await left.next()) == ("message", GetLoads(i))
             assert await right.expect("message") == GetLoads(i)
         assert check(tmp_path / "executor.status") is None
-        await get(None, thread.close)
+        await asyncio.to_thread(thread.close)
         await right.expect("down")
         b.close()
 
