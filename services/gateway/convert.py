@@ -33,6 +33,7 @@ from quartet.shared.sampling_params import (
 
 CONTENT_SEPARATOR = "\n"
 MAX_LABEL_BYTES = 1024
+MAX_TEXT_BYTES = 2**31 - 1
 SEED_BITS = 63
 
 # What the services behind call the fields that this API names otherwise.
@@ -219,6 +220,8 @@ def _choice(index: int, past: pb.ChoicePast | None) -> Choice:
     token_ids = checked_token_ids("past.past_token_ids", past.past_token_ids)
     if not token_ids and past.past_text_bytes:
         raise InvalidField("past.past_text_bytes", "there is no text without tokens")
+    if past.past_text_bytes > MAX_TEXT_BYTES:
+        raise InvalidField("past.past_text_bytes", f"must be at most {MAX_TEXT_BYTES}, got {past.past_text_bytes}")
     known = past.past_text_bytes if past.HasField("past_text_bytes") else (None if token_ids else 0)
     return Choice(index, token_ids, known)
 

@@ -248,6 +248,12 @@ BAD_REQUESTS = [
     (pb.GenerateRequest(text="x", past=[pb.ChoicePast(index=0, past_token_ids=[1])]), "past"),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), past=[pb.ChoicePast(index=1)]), "past"),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), past=[pb.ChoicePast(), pb.ChoicePast()]), "past"),
+    (
+        pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[1]), past=[pb.ChoicePast(past_token_ids=[1], past_text_bytes=2**64 - 1)]
+        ),
+        "past.past_text_bytes",
+    ),
 ]
 
 
