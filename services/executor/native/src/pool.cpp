@@ -13,10 +13,9 @@ namespace {
 
 constexpr int kChunkBits = 20;
 constexpr uint64_t kChunkMask = (1u << kChunkBits) - 1;
-// Rounds of `pause` (some 50 ns each) before a thread lets others have its core.
+// Rounds of `pause` (some 50 ns each) before a thread lets others have its core, rounds of that before it sleeps.
 constexpr int kSpins = 400;
-// Outside begin() .. end(), before it sleeps.
-constexpr int kIdleSpins = 1000;
+constexpr int kYields = 50;
 
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
@@ -30,15 +29,13 @@ Pool::Pool(int num_threads, void (*on_idle)()) : on_idle_(on_idle) {
 
 Pool::~Pool() {
     stopping_ = true;
-    wakes_.fetch_add(1);
-    futex(wakes_, FUTEX_WAKE, INT_MAX);
+    wake_workers();
     for (auto& worker : workers_) worker.join();
 }
 
 void Pool::begin() {
     active_.store(true);
-    wakes_.fetch_add(1);
-    if (num_asleep_.load() > 0) futex(wakes_, FUTEX_WAKE, INT_MAX);
+    if (num_asleep_.load() > 0) wake_workers();
 }
 
 void Pool::end() { active_.store(false, std::memory_order_release); }
@@ -53,15 +50,32 @@ void Pool::run_function(int num_chunks, Function function, const void* context) 
     context_.store(context, std::memory_order_relaxed);
     num_done_.store(0, std::memory_order_relaxed);
     const uint64_t epoch = (state_.load(std::memory_order_relaxed) >> 2 * kChunkBits) + 1;
-    state_.store(epoch << 2 * kChunkBits | static_cast<uint64_t>(num_chunks) << kChunkBits, std::memory_order_release);
+    state_.store(epoch << 2 * kChunkBits | static_cast<uint64_t>(num_chunks) << kChunkBits);
+    if (num_asleep_.load() > 0) wake_workers();
     while (take_chunk(0)) {
     }
+    wait_done(num_chunks);
+}
+
+void Pool::wait_done(int num_chunks) {
     for (int spins = 0; num_done_.load(std::memory_order_acquire) != num_chunks; ++spins) {
-        if (spins < kSpins)
+        if (spins < kSpins) {
             _mm_pause();
-        else
+        } else if (spins < kSpins + kYields) {
             sched_yield();
+        } else {
+            const uint32_t ends = ends_.load();
+            caller_asleep_.store(true);
+            // Whoever finishes the last chunk either is seen here or sees that the caller sleeps.
+            if (num_done_.load() != num_chunks) futex(ends_, FUTEX_WAIT, ends);
+            caller_asleep_.store(false);
+        }
     }
+}
+
+void Pool::wake_workers() {
+    wakes_.fetch_add(1);
+    futex(wakes_, FUTEX_WAKE, INT_MAX);
 }
 
 bool Pool::take_chunk(int thread) {
@@ -75,9 +89,17 @@ bool Pool::take_chunk(int thread) {
         if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel, std::memory_order_acquire))
             continue;
         function(context, static_cast<int>(chunk), thread);
-        num_done_.fetch_add(1, std::memory_order_release);
+        if (num_done_.fetch_add(1) + 1 == static_cast<int>(num_chunks) && caller_asleep_.load()) {
+            ends_.fetch_add(1);
+            futex(ends_, FUTEX_WAKE, 1);
+        }
         return true;
     }
+}
+
+bool Pool::has_chunk() const {
+    const uint64_t state = state_.load();
+    return (state & kChunkMask) < (state >> kChunkBits & kChunkMask);
 }
 
 void Pool::work(int thread) {
@@ -85,21 +107,16 @@ void Pool::work(int thread) {
     while (!stopping_.load(std::memory_order_relaxed)) {
         if (take_chunk(thread)) {
             spins = 0;
-            continue;
-        }
-        ++spins;
-        if (active_.load(std::memory_order_acquire)) {
-            if (spins < kSpins)
-                _mm_pause();
-            else
-                sched_yield();
-        } else if (spins < kIdleSpins) {
+        } else if (++spins < kSpins) {
             _mm_pause();
+        } else if (active_.load(std::memory_order_acquire) && spins < kSpins + kYields) {
+            sched_yield();
         } else {
             if (on_idle_) on_idle_();
             const uint32_t wakes = wakes_.load();
             num_asleep_.fetch_add(1);
-            if (!active_.load() && !stopping_.load()) futex(wakes_, FUTEX_WAIT, wakes);
+            // Whoever makes work either is seen here or sees that somebody sleeps.
+            if (!has_chunk() && !stopping_.load()) futex(wakes_, FUTEX_WAIT, wakes);
             num_asleep_.fetch_sub(1);
             spins = 0;
         }

@@ -8,8 +8,9 @@
 namespace quartet {
 
 // Threads that share the chunks of one job after another, each taking the next free chunk, so that a thread
-// which the system has set aside delays the job by one chunk and not by its share. Between begin() and end()
-// idle threads spin, then yield; outside they sleep.
+// which the system has set aside delays the job by one chunk and not by its share. A thread that waits spins,
+// then yields, then sleeps: on a busy machine spinning would take from what it waits for. Between begin() and
+// end() it sleeps later than outside.
 class Pool {
   public:
     using Function = void (*)(const void* context, int chunk, int thread);
@@ -34,7 +35,10 @@ class Pool {
   private:
     void run_function(int num_chunks, Function function, const void* context);
     bool take_chunk(int thread);
+    bool has_chunk() const;
     void work(int thread);
+    void wait_done(int num_chunks);
+    void wake_workers();
 
     // epoch (24 bits), number of chunks (20), next chunk (20): one word, so that a chunk is taken of one job only.
     alignas(64) std::atomic<uint64_t> state_{0};
@@ -45,6 +49,8 @@ class Pool {
     std::atomic<bool> stopping_{false};
     std::atomic<uint32_t> wakes_{0};
     std::atomic<int> num_asleep_{0};
+    std::atomic<bool> caller_asleep_{false};
+    std::atomic<uint32_t> ends_{0};
     void (*on_idle_)();
     std::vector<std::thread> workers_;
 };
