@@ -30,6 +30,7 @@ from quartet.shared.config import (
 )
 from quartet.shared.liveness import check, status_path
 from quartet.shared.log import configure_logging, get_logger
+from quartet.shared.transport import ipc_address
 
 _log = get_logger()
 
@@ -243,6 +244,7 @@ def own_run_dir(given: str) -> Iterator[str]:
     """The run_dir of this serve alone: `given`, refused while another serve has it, or a private one."""
     if given:
         prepare_run_dir(given)
+        _check_run_dir(given)
         with _serve_lock(Path(given)) as locked:
             if not locked:
                 raise SettingsError(f"run_dir: {given} is in use by another quartet serve")
@@ -257,6 +259,18 @@ def own_run_dir(given: str) -> Iterator[str]:
             yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_run_dir(path: str) -> None:
+    """Refuses here what would end every service in turn."""
+    try:
+        ipc_address(path, "scheduler-tokenizer")  # the longest name of the three
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    try:
+        (Path(path) / "serve.lock").open("a").close()
+    except OSError as error:
+        raise SettingsError(f"run_dir: cannot write into {path}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager

@@ -209,6 +209,17 @@ def test_a_private_run_dir_is_for_its_owner_and_goes_away(tmp_path: Path, monkey
     assert not os.path.exists(path)
 
 
+def test_a_run_dir_that_no_service_could_use_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SettingsError, match=r"run_dir: the socket path .* is longer"),
+        own_run_dir(f"{tmp_path}/{'a' * 99}"),
+    ):
+        pass
+    (tmp_path / "serve.lock").mkdir()
+    with pytest.raises(SettingsError, match="run_dir: cannot write"), own_run_dir(str(tmp_path)):
+        pass
+
+
 def test_two_serves_do_not_share_a_run_dir(tmp_path: Path) -> None:
     with own_run_dir(str(tmp_path)), pytest.raises(SettingsError, match="in use"), own_run_dir(str(tmp_path)):
         pass
