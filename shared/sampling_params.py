@@ -93,7 +93,7 @@ def validate(sampling: SamplingParams, text: TextParams, n: int, limits: Request
     _number("min_p", sampling.min_p, 0.0, 1.0)
     _number("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
     _number("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
-    _number("repetition_penalty", sampling.repetition_penalty, 0.0, 100.0, low_open=True)
+    _number("repetition_penalty", sampling.repetition_penalty, 0.01, 100.0)
     if len(sampling.logit_bias) > limits.max_logit_bias:
         raise InvalidField("logit_bias", f"at most {limits.max_logit_bias} entries, got {len(sampling.logit_bias)}")
     for token_id, bias in sampling.logit_bias.items():

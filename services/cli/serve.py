@@ -154,11 +154,18 @@ class Serve:
         finally:
             for process in (*self._processes.values(), *((self._demo,) if self._demo else ())):
                 process.kill()
+            self._clear_run_dir()
         if self._supervisor.message:
             _log.error("stopped", reason=self._supervisor.message)
         else:
             _log.info("stopped")
         return self._supervisor.exit_code
+
+    def _clear_run_dir(self) -> None:
+        """A killed service leaves its socket and its status."""
+        for pattern in ("*.sock", "*.status"):
+            for path in Path(self._run_dir).glob(pattern):
+                path.unlink(missing_ok=True)
 
     def _wait(self) -> None:
         timeout = self._supervisor.next_poll()

@@ -129,8 +129,9 @@ def refused_new_work(client):
     return False
 
 
-def test_g4_a_second_signal_forces(serve):
-    server = serve()
+def test_g4_a_second_signal_forces(serve, tmp_path):
+    run_dir = tmp_path / "run"
+    server = serve(f"--run-dir={run_dir}")
     server.client.wait_ready()
     stream = server.client.stream("Once upon a time", max_tokens=450, ignore_eos=True)
     next(stream)
@@ -140,6 +141,8 @@ def test_g4_a_second_signal_forces(serve):
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(5) != 0
     eventually(lambda: gone(children), 2.0)
+    left = [path.name for path in run_dir.iterdir() if path.suffix != ".lock"]
+    assert not left
 
 
 def test_g4_sigterm_while_loading(serve):

@@ -206,6 +206,7 @@ BAD_SAMPLING = [
     ({"presence_penalty": -math.inf}, "presence_penalty"),
     ({"frequency_penalty": 3.0}, "frequency_penalty"),
     ({"repetition_penalty": 0.0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"logit_bias": {1: math.nan}}, "logit_bias"),
     ({"logit_bias": {2**32 - 1: 1.0}}, "logit_bias"),
     ({"logit_bias": dict.fromkeys(range(2000), 1.0)}, "logit_bias"),
