@@ -9,7 +9,7 @@ from pathlib import Path
 
 from quartet.shared.link import Status
 
-STALE_AFTER = 5.0
+STALE_AFTER = 3.0
 
 
 class StatusFile:
