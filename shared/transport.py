@@ -196,30 +196,28 @@ class _LoopSocket:
 
     def _drain(self) -> None:
         self._scheduled = False
-        for _ in range(READ_BATCH):
+        if self._read(READ_BATCH):
+            self._schedule()
+
+    def read_rest(self) -> None:
+        """Everything that has arrived, before a word of the connection's end is believed."""
+        self._read(QUEUE_FRAMES)
+
+    def _read(self, limit: int) -> bool:
+        """Whether there may be more than `limit` frames."""
+        for _ in range(limit):
             if self._closed:
-                return
+                return False
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return False
             try:
                 self._on_frames(frames)
             except BaseException:
                 self._schedule()  # what is behind it is still to be read
                 raise
-        self._schedule()
-
-    def read_rest(self) -> None:
-        """Everything that has arrived, before a word of the connection's end is believed."""
-        for _ in range(QUEUE_FRAMES):
-            if self._closed:
-                return
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._on_frames(frames)
+        return True
 
 
 def _take(link: BinderLink | DialerLink, frames: list[bytes], num_frames: int) -> None:
