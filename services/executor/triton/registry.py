@@ -1,0 +1,13 @@
+"""Every kernel in every configuration that the executor launches."""
+
+from __future__ import annotations
+
+from quartet.services.executor.triton import attention_specs
+from quartet.services.executor.triton.kernel_spec import KernelSpec
+
+# Each has kernel_specs() -> Iterable[KernelSpec].
+_MODULES = (attention_specs,)
+
+
+def kernel_specs() -> list[KernelSpec]:
+    return [spec for module in _MODULES for spec in module.kernel_specs()]
