@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
 import json
 import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from quartet.shared.address import DEFAULT_ADDRESS
@@ -42,7 +43,9 @@ class Load:
 
 
 @dataclasses.dataclass
-class _Measured:
+class Measured:
+    """A request: when it was sent, when each of its chunks came (time.perf_counter, seconds) and their token counts."""
+
     started: float
     times: list[float] = dataclasses.field(default_factory=list)
     counts: list[int] = dataclasses.field(default_factory=list)
@@ -54,8 +57,8 @@ class _Measured:
         return sum(self.counts)
 
 
-async def _one(client: AsyncClient, load: Load, token_ids: list[int], output_tokens: int) -> _Measured:
-    measured = _Measured(time.perf_counter())
+async def _one(client: AsyncClient, load: Load, token_ids: list[int], output_tokens: int) -> Measured:
+    measured = Measured(time.perf_counter())
     generation = client.generate(
         token_ids=token_ids, max_tokens=output_tokens, ignore_eos=True, temperature=load.temperature, seed=load.seed
     )
@@ -73,27 +76,45 @@ async def _one(client: AsyncClient, load: Load, token_ids: list[int], output_tok
 
 async def run_load(load: Load) -> dict[str, Any]:
     """Runs the load to its end. Times are in seconds; rates cover the whole run, prefill included."""
-    rng = random.Random(load.seed)
-    shared = [rng.randrange(load.low, load.high) for _ in range(load.shared_prefix)]
-    total = load.num_requests or load.concurrency
-    own = max(0, load.prompt_tokens - load.shared_prefix)
-    prompts = [shared + [rng.randrange(load.low, load.high) for _ in range(own)] for _ in range(total)]
-    results: list[_Measured] = []
     async with AsyncClient(load.address) as client:
-        for _ in range(load.warmup_requests):
-            await _one(client, load, [rng.randrange(load.low, load.high) for _ in range(load.prompt_tokens)], 4)
-
-        async def worker() -> None:
-            while prompts:
-                results.append(await _one(client, load, prompts.pop(), load.output_tokens))
-
-        started = time.perf_counter()
-        await asyncio.gather(*(worker() for _ in range(load.concurrency)))
-        duration = time.perf_counter() - started
-    return {"load": dataclasses.asdict(load), **_summary(results, duration)}
+        return await drive(load, functools.partial(_one, client, load))
 
 
-def _summary(results: list[_Measured], duration: float) -> dict[str, Any]:
+Send = Callable[[list[int], int], Awaitable[Measured]]
+"""Sends a request of these token ids for this many tokens, and waits for its end."""
+
+
+async def drive(load: Load, send: Send) -> dict[str, Any]:
+    """As run_load, with any server behind `send`."""
+    warmups, prompts = workload(load)
+    for prompt in warmups:
+        await send(prompt, 4)
+    results: list[Measured] = []
+
+    async def worker() -> None:
+        while prompts:
+            results.append(await send(prompts.pop(), load.output_tokens))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(worker() for _ in range(load.concurrency)))
+    duration = time.perf_counter() - started
+    return {"load": dataclasses.asdict(load), **summary(results, duration)}
+
+
+def workload(load: Load) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts to warm up with, and the load's own: the same ones for a seed, whatever serves them."""
+    rng = random.Random(load.seed)
+
+    def prompt(length: int) -> list[int]:
+        return [rng.randrange(load.low, load.high) for _ in range(length)]
+
+    shared = prompt(load.shared_prefix)
+    own = max(0, load.prompt_tokens - load.shared_prefix)
+    prompts = [shared + prompt(own) for _ in range(load.num_requests or load.concurrency)]
+    return [prompt(load.prompt_tokens) for _ in range(load.warmup_requests)], prompts
+
+
+def summary(results: Sequence[Measured], duration: float) -> dict[str, Any]:
     num_tokens = sum(result.num_tokens for result in results)
     gaps = [later - earlier for result in results for earlier, later in zip(result.times, result.times[1:])]  # noqa: B905
     # A chunk may hold several tokens; its gap is theirs together.
