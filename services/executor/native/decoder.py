@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from ctypes import c_void_p
+from ctypes import c_double, c_void_p
 from typing import Literal, Protocol
 
 import gguf
@@ -15,7 +15,15 @@ from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.models.config import ModelConfig
 from quartet.services.executor.models.parameters import EMBED_TOKENS, FINAL_NORM, LM_HEAD
 from quartet.services.executor.models.rope import RotaryEmbedding
-from quartet.services.executor.native.library import DecoderConfig, Format, Isa, Step, detect_isa, load_library
+from quartet.services.executor.native.library import (
+    PHASES,
+    DecoderConfig,
+    Format,
+    Isa,
+    Step,
+    detect_isa,
+    load_library,
+)
 
 
 class LoadParameters(Protocol):
@@ -151,6 +159,13 @@ class NativeDecoder:
             self._library.quartet_decoder_logits(self._handle, hidden.data_ptr(), num_rows, logits.data_ptr())
         )
         return logits
+
+    def times(self) -> dict[str, float]:
+        """Cumulative seconds by phase: `small` (embedding, norms, quantising of rows), `products` of the layers,
+        `attention` (with rotation and the cache's writes), `head` (compute_logits). From the decoder's thread only."""
+        seconds = (c_double * len(PHASES))()
+        self._library.quartet_decoder_times(self._handle, seconds)
+        return dict(zip(PHASES, seconds, strict=True))
 
     # --- loading ----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Iterator
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +29,10 @@ class Format(enum.IntEnum):
     BF16 = 0
     INT8 = 1
     INT4 = 2
+
+
+# What a decoder's time is counted by, in the order of the library's.
+PHASES = ("small", "products", "attention", "head")
 
 
 class DecoderConfig(Structure):
@@ -102,6 +106,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "quartet_decoder_set_window": ([c_void_p, c_int, c_int], None),
         "quartet_decoder_forward": ([c_void_p, POINTER(Step)], c_int),
         "quartet_decoder_logits": ([c_void_p, c_void_p, c_int, c_void_p], c_int),
+        "quartet_decoder_times": ([c_void_p, POINTER(c_double)], None),
         "quartet_multiply": ([c_int, c_int, c_int, c_int, c_void_p, c_int, c_void_p, c_void_p], c_int),
     }
     for name, (arguments, result) in functions.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import gguf
@@ -86,6 +87,22 @@ def test_threads_do_not_change_results(paged_sequences: Any, save_model: Any) ->
     texts = texts_of([5, 60, 100])
     one, many = (run(paged_sequences, native(folder, KINDS[-1], n), texts) for n in (1, 5))
     assert torch.equal(one, many)
+
+
+@pytest.mark.skipif(not KINDS, reason="no compiled kernels here")
+def test_time_is_counted_by_phase(paged_sequences: Any, save_model: Any) -> None:
+    _, folder = save_model("LlamaForCausalLM", **SHAPE)
+    decoder = native(folder, KINDS[-1])
+    assert set(decoder.times().values()) == {0.0}
+    start = time.perf_counter()
+    run(paged_sequences, decoder, texts_of([5, 60]))
+    elapsed = time.perf_counter() - start
+    spent = decoder.times()
+    assert min(spent.values()) > 0
+    assert sum(spent.values()) < elapsed
+    paged = paged_sequences(decoder)
+    paged.step({0: [1, 2, 3]})
+    assert all(now > spent[phase] for phase, now in decoder.times().items())
 
 
 @pytest.mark.skipif(not KINDS, reason="no compiled kernels here")

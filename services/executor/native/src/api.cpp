@@ -90,6 +90,11 @@ QUARTET_API int quartet_decoder_logits(Decoder* decoder, const uint16_t* hidden,
     return decoder->compute_logits(hidden, num_rows, logits);
 }
 
+// out: cumulative seconds of each Phase.
+QUARTET_API void quartet_decoder_times(const Decoder* decoder, double* out) {
+    for (int phase = 0; phase < kNumPhases; ++phase) out[phase] = decoder->times().seconds(phase);
+}
+
 // One product and nothing else, for tests: x [num_rows, num_inner] bf16, out [num_rows, num_columns].
 QUARTET_API int quartet_multiply(int isa, int format, int num_columns, int num_inner, const void* data, int num_rows,
                                  const uint16_t* x, float* out) {

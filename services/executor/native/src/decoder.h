@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "matrix.h"
+#include "phases.h"
 #include "pool.h"
 
 namespace quartet {
@@ -80,6 +81,7 @@ class Decoder {
     void set_window(int layer, int window) { layers_[layer].window = window; }
     const DecoderConfig& config() const { return config_; }
     Pool& pool() { return pool_; }
+    const PhaseTimes& times() const { return times_; }
 
     // False when memory is short; nothing has been written then.
     bool forward(const Step& step);
@@ -109,6 +111,7 @@ class Decoder {
     size_t scratch_stride_ = 0;
     Buffer scratch_, hidden_, qkv_, query_;
     RowBuffer normed_, attended_, activated_;
+    PhaseTimes times_;
 };
 
 }  // namespace quartet

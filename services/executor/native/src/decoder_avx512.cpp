@@ -251,6 +251,7 @@ bool Decoder::forward(const Step& step) {
     const int num_tokens = step.num_tokens, hidden_size = config_.hidden_size;
     if (!reserve(num_tokens)) return false;
     pool_.begin();
+    times_.start();
     make_tiles(step);
     float* hidden = hidden_.as<float>();
     const Matrix& embedding = separate_embedding_.num_strips ? separate_embedding_ : head_;
@@ -264,19 +265,29 @@ bool Decoder::forward(const Step& step) {
         const Layer& layer = layers_[index];
         const Matrix* matrices = layer.matrices;
         norm_rows(step, layer.vectors[kInputNorm], matrices[kQkv]);
+        times_.mark(Phase::kSmall);
         multiply(matrices[kQkv], normed_, num_tokens, FloatSink(matrices[kQkv], qkv_.as<float>(), false));
+        times_.mark(Phase::kProducts);
         attention(step, index);
+        times_.mark(Phase::kAttention);
         quantize(attended_, matrices[kOutput]);
+        times_.mark(Phase::kSmall);
         multiply(matrices[kOutput], attended_, num_tokens, FloatSink(matrices[kOutput], hidden, true));
+        times_.mark(Phase::kProducts);
         norm_rows(step, layer.vectors[kPostAttentionNorm], matrices[kGateUp]);
+        times_.mark(Phase::kSmall);
         multiply(matrices[kGateUp], normed_, num_tokens, GatedSink(matrices[kGateUp], activated_));
+        times_.mark(Phase::kProducts);
         quantize(activated_, matrices[kDown]);
+        times_.mark(Phase::kSmall);
         multiply(matrices[kDown], activated_, num_tokens, FloatSink(matrices[kDown], hidden, true));
+        times_.mark(Phase::kProducts);
     }
     for (int t = 0; t < num_tokens; ++t) {
         const size_t at = static_cast<size_t>(t) * hidden_size;
         norm_row(hidden + at, final_norm_.data(), hidden_size, config_.rms_norm_eps, step.hidden + at);
     }
+    times_.mark(Phase::kSmall);
     pool_.end();
     release_tiles();
     return true;
@@ -285,12 +296,14 @@ bool Decoder::forward(const Step& step) {
 bool Decoder::compute_logits(const uint16_t* hidden, int num_rows, float* logits) {
     if (!reserve(num_rows)) return false;
     pool_.begin();
+    times_.start();
     const bool quantizes = uses_int8(head_.format, num_rows, config_.isa);
     for (int r = 0; r < num_rows; ++r) {
         std::memcpy(normed_.row(r), hidden + static_cast<size_t>(r) * config_.hidden_size, 2 * config_.hidden_size);
         if (quantizes) normed_.quantize(r);
     }
     multiply(head_, normed_, num_rows, FloatSink(head_, logits, false));
+    times_.mark(Phase::kHead);
     pool_.end();
     release_tiles();
     return true;
