@@ -23,6 +23,8 @@ def main() -> None:
     configure_logging("executor", settings.log_level, settings.log_format, settings.name)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _exit_at_once)
+    # It asks for figures that there are none of yet.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     _calm_openmp()
     # torch takes seconds to import; help, settings errors and signals do not wait for it.
@@ -46,7 +48,13 @@ def main() -> None:
     status_file = StatusFile(status_path(settings.run_dir, "executor"))
     loop = ExecutorLoop(runner, first_epoch())
     ExecutorService(
-        loop, settings.scheduler_address, identity, status_file, settings.curve_keys, settings.drain_timeout
+        loop,
+        settings.scheduler_address,
+        identity,
+        status_file,
+        settings.curve_keys,
+        settings.drain_timeout,
+        runner.times,
     ).run()
 
 

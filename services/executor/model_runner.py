@@ -15,6 +15,7 @@ from quartet.services.executor.input_batch import InputBatch, Step
 from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.logprobs import gather_logprobs
 from quartet.services.executor.sampler import SamplerOutput, sample
+from quartet.services.executor.step_times import StepTimes
 from quartet.shared.block_hash import hash_root
 from quartet.shared.messages import (
     FAILED_TOKEN_ID,
@@ -51,7 +52,9 @@ class ModelRunner:
         attention: AttentionBackend,
         batch: InputBatch,
         device: torch.device,
+        times: StepTimes | None = None,
     ) -> None:
+        self.times = StepTimes() if times is None else times
         self._model = model
         self._kv_cache = kv_cache
         self._attention = attention
@@ -81,9 +84,13 @@ class ModelRunner:
         self._hashes.erase(step.slot_mapping // self._block_size)
 
         batch = self._batch.forward_batch(step, self._device)
+        self.times.count(len(step.slot_mapping), int(np.count_nonzero(step.samples)))
+        self.times.spent("host")
         self._attention.prepare(batch)
         hidden = self._model.forward(batch, self._kv_cache, self._attention)
+        self.times.spent("forward")
         result.prompt_logprobs = self._prompt_logprobs(step, batch, hidden)
+        self.times.spent("logits")
         if step.samples.any():
             self._sample(result, step, batch, hidden)
         # What a failed row wrote is not to be trusted.
@@ -116,14 +123,17 @@ class ModelRunner:
         self.execute(StepPlan(0, 1, b"", [], b"", b"", b"\1", b"", b""))
         self.reset()
         self._hashes.clear()
+        self.times.clear()
 
     def _sample(self, result: StepResult, step: Step, batch: ForwardBatch, hidden: torch.Tensor) -> None:
         rows = step.rows[step.samples]
         output_indices = self._batch.num_tokens[rows] - self._batch.num_prompt_tokens[rows]
         logits = self._model.compute_logits(hidden[batch.logits_indices])
+        self.times.spent("logits")
         output = sample(logits, self._batch.sampling, rows, output_indices)
         failed = output.failed | self._batch.failed[rows]
         self._batch.append_sampled(rows, output.token_ids, failed)
+        self.times.spent("sampling")
         result.token_ids = np.where(failed, FAILED_TOKEN_ID, output.token_ids).astype("<u4").tobytes()
         result.logprobs = output.logprobs
         if failed.any():

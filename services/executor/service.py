@@ -9,6 +9,7 @@ import time
 from types import FrameType
 
 from quartet.services.executor.loop import ExecutorLoop
+from quartet.services.executor.step_times import StepTimes
 from quartet.shared.link import Identity, Peer, Status
 from quartet.shared.liveness import StatusFile
 from quartet.shared.log import get_logger
@@ -22,7 +23,10 @@ _log = get_logger()
 
 
 class ExecutorService:
-    """Serves the scheduler at `address` until SIGTERM or SIGINT; a second signal ends it at once."""
+    """Serves the scheduler at `address` until SIGTERM or SIGINT; a second signal ends it at once.
+
+    Where the time of its steps went is logged at the end, and whenever SIGUSR1 asks.
+    """
 
     def __init__(
         self,
@@ -32,8 +36,11 @@ class ExecutorService:
         status_file: StatusFile | None,
         curve_keys: str = "",
         drain_timeout: float = 30.0,
+        times: StepTimes | None = None,
     ) -> None:
         self._loop = loop
+        self._times = StepTimes() if times is None else times
+        self._report_due = False
         self._inbox: queue.SimpleQueue[tuple[Peer, AnyMessage] | None] = queue.SimpleQueue()
         # Each is written by one thread only.
         self._num_received = 0
@@ -59,6 +66,7 @@ class ExecutorService:
         one has gone, for at most `drain_timeout` seconds."""
         for signum in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signum, self._on_signal)
+        signal.signal(signal.SIGUSR1, self._on_report_signal)
         self._link.start()
         _log.info("ready", scheduler_link=self._address)
         while not self._may_leave():
@@ -66,7 +74,11 @@ class ExecutorService:
                 item = self._inbox.get(timeout=LEAVE_POLL if self._stopping else None)
             except queue.Empty:
                 continue
-            if item is None:  # the signal's, which ends the wait
+            self._times.spent("idle")
+            if item is None:  # a signal's, which ends the wait
+                if self._report_due:
+                    self._report_due = False
+                    self._report()
                 continue
             peer, message = item
             if peer.alive:
@@ -74,9 +86,11 @@ class ExecutorService:
                 if answer is not None:
                     self._link.send(answer, peer)
             self._num_handled += 1
+            self._times.spent("host")
         self._link.close()
         if self._status_file is not None:
             self._status_file.remove()
+        self._report()
         _log.info("stopped", num_steps=self._loop.num_steps)
 
     def _status(self) -> Status:
@@ -105,6 +119,14 @@ class ExecutorService:
         self._stopped_at = time.monotonic()
         self._inbox.put(None)
         self._link.announce()
+
+    def _on_report_signal(self, signum: int, frame: FrameType | None) -> None:
+        # Not logged here: the line that the signal interrupts may be half written.
+        self._report_due = True
+        self._inbox.put(None)
+
+    def _report(self) -> None:
+        _log.info("steps", **self._times.totals())
 
     # --- called in the link's thread --------------------------------------------------------------
 

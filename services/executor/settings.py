@@ -29,6 +29,13 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True):
         Literal["auto", "torch_paged"],
         Meta(description="torch_paged: all in plain torch; auto: compiled kernels where the CPU and dtype allow them"),
     ] = "auto"
+    isa: Annotated[
+        Literal["auto", "avx512", "amx"],
+        Meta(
+            description="instructions of the compiled kernels; auto: all that the CPU has; avx512: as on a CPU without "
+            "AMX; amx: refuse to start without it"
+        ),
+    ] = "auto"
     max_model_len: Annotated[int, Meta(description="most tokens of prompt and output; 0: as the model says", ge=0)] = 0
     max_num_seqs: Annotated[int, Meta(description="most sequences that run at a time", ge=1, le=4096)] = 256
     max_num_batched_tokens: Annotated[int, Meta(description="most tokens computed in one step", ge=1)] = 256

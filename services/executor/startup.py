@@ -15,8 +15,10 @@ from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.model_runner import Model, ModelRunner
 from quartet.services.executor.models.config import ModelConfig, ModelError
 from quartet.services.executor.native.decoder import NativeDecoder, Quantization, why_not
+from quartet.services.executor.native.library import Isa, detect_isa
 from quartet.services.executor.resources import available_memory, has_native_bfloat16, num_cpus, num_kv_blocks
 from quartet.services.executor.settings import ExecutorSettings
+from quartet.services.executor.step_times import StepTimes
 from quartet.services.executor.weights import DTYPES, is_q4_1, load_config, load_decoder, load_with
 from quartet.shared.log import get_logger
 from quartet.shared.messages import ModelInfo
@@ -54,7 +56,8 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
         block_size=settings.block_size,
         vocab_size=config.vocab_size,
     )
-    runner = ModelRunner(decoder, kv_cache, TorchPagedAttention(), batch, device)
+    times = StepTimes(decoder.times) if isinstance(decoder, NativeDecoder) else StepTimes()
+    runner = ModelRunner(decoder, kv_cache, TorchPagedAttention(), batch, device, times)
     started = time.monotonic()
     runner.warm_up()
     _log.info("warmed up", seconds=round(time.monotonic() - started, 2))
@@ -78,15 +81,28 @@ def _load_model(settings: ExecutorSettings, path: Path, config: ModelConfig, dty
     if reason is not None:
         if settings.quantization in ("int8", "int4"):
             raise ModelError(f"quantization {settings.quantization} needs the compiled kernels, but {reason}")
+        if settings.isa == "amx":
+            raise ModelError(f"isa amx is of the compiled kernels, but {reason}")
         _log.info("running in plain torch", reason=reason)
         return load_decoder(path, dtype, progress=_log_progress)
     quantization = _pick_quantization(settings, path)
     build = functools.partial(
-        NativeDecoder, block_size=settings.block_size, num_threads=num_threads, quantization=quantization
+        NativeDecoder,
+        block_size=settings.block_size,
+        num_threads=num_threads,
+        quantization=quantization,
+        isa=pick_isa(settings.isa, detect_isa()),
     )
     decoder = load_with(build, path, dtype, progress=_log_progress)
     _log.info("running on compiled kernels", isa=decoder.isa.describe(), quantization=quantization)
     return decoder
+
+
+def pick_isa(wanted: str, found: Isa) -> Isa:
+    """What the kernels use of `found`. Raises ModelError where amx is wanted and not there."""
+    if wanted == "amx" and not found & Isa.AMX:
+        raise ModelError(f"isa amx: this CPU has {found.describe()}")
+    return found & ~Isa.AMX if wanted == "avx512" else found
 
 
 def _pick_quantization(settings: ExecutorSettings, path: Path) -> Quantization:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from quartet.services.executor.loop import ExecutorLoop
 from quartet.services.executor.service import ExecutorService
+from quartet.services.executor.step_times import StepTimes
 from quartet.shared.link import Identity, Peer, Status
 from quartet.shared.liveness import StatusFile
 from quartet.shared.messages import AnyMessage, Granted, Role, StepPlan, StepResult, Takeover
@@ -29,11 +31,12 @@ class FakeRunner:
 
 
 class FakeScheduler:
-    """Takes over, sends two plans at once, and ends the process with SIGTERM when both are back."""
+    """Takes over, sends two plans with SIGUSR1 between them, and ends the process with SIGTERM when both are back."""
 
     def __init__(self, plans: Any) -> None:
         self.plans = plans
         self.seen: list[str] = []
+        self.epoch = 0
         self.done = asyncio.Event()
         self.draining = asyncio.Event()
 
@@ -43,8 +46,11 @@ class FakeScheduler:
     def on_message(self, peer: Peer, message: AnyMessage) -> None:
         self.seen.append(type(message).__name__)
         if isinstance(message, Granted):
-            for step_id in range(2):
-                peer.send(self.plans.plan(step_id, epoch=message.epoch))
+            self.epoch = message.epoch
+            peer.send(self.plans.plan(0, epoch=self.epoch))
+        elif isinstance(message, StepResult) and message.step_id == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            peer.send(self.plans.plan(1, epoch=self.epoch))
         elif isinstance(message, StepResult) and message.step_id == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -56,7 +62,7 @@ class FakeScheduler:
 
 @pytest.fixture
 def keep_signals() -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
@@ -82,8 +88,15 @@ def test_steps_run_and_sigterm_ends_the_service(tmp_path: Path, plans: Any, keep
     bound.wait()
     status_file = StatusFile(tmp_path / "executor.status")
     loop = ExecutorLoop(FakeRunner(), first_epoch=5)
-    ExecutorService(loop, address, Identity(Role.EXECUTOR, "e"), status_file).run()
+    times = StepTimes()
+    with structlog.testing.capture_logs() as lines:
+        ExecutorService(loop, address, Identity(Role.EXECUTOR, "e"), status_file, times=times).run()
     thread.join()
     assert seen == ["Granted", "StepResult", "StepResult"]
     assert loop.num_steps == 2
     assert not status_file.path.exists()
+    reports = [line for line in lines if line["event"] == "steps"]
+    # One that SIGUSR1 asked for between the steps, one at the end.
+    assert len(reports) == 2
+    assert 0 < reports[0]["seconds"]["host"] <= reports[1]["seconds"]["host"]
+    assert reports[1]["seconds"]["idle"] > 0

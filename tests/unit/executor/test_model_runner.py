@@ -245,7 +245,18 @@ def test_warm_up_leaves_nothing_behind(runner: ModelRunner, model: FakeModel, pl
     runner.warm_up()
     assert model.num_tokens == [32, 1]
     assert runner.offers() == (b"", b"")
+    assert runner.times.num_steps == runner.times.num_tokens == 0
     runner.execute(plans.plan(0, new=[plans.new_row(0, [1], [1])], prefill=[(0, 1)]))
+
+
+def test_steps_are_counted_and_timed(runner: ModelRunner, plans: Any) -> None:
+    runner.execute(plans.plan(0, new=[plans.new_row(0, [1, 2, 3], [1])], prefill=[(0, 2)]))
+    seconds = dict(runner.times.seconds)
+    assert seconds["host"] > 0 and seconds["forward"] > 0 and seconds["sampling"] == 0
+    runner.execute(plans.plan(1, prefill=[(0, 1)]))
+    assert runner.times.seconds["sampling"] > 0
+    assert all(runner.times.seconds[phase] > seconds[phase] for phase in ("host", "forward", "logits"))
+    assert (runner.times.num_steps, runner.times.num_tokens, runner.times.num_sampled) == (2, 3, 1)
 
 
 @pytest.mark.parametrize(("max_model_len", "num_blocks"), [(1, 1), (4, 1), (5, 2), (64, 1)])
