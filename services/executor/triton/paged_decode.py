@@ -136,13 +136,16 @@ def paged_decode_kernel(
     acc = tl.zeros([BLOCK_M, HEAD_PADDED], dtype=tl.float32)
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     denominator = tl.zeros([BLOCK_M], dtype=tl.float32)
+    # Block ids are read a tile ahead: a load of keys that waits for another load would not be pipelined well.
+    blocks = tl.load(table + (begin + offs_n) // BLOCK_SIZE, mask=begin + offs_n < end, other=0)
     for first in range(begin, end, BLOCK_N):
         positions = first + offs_n
         live = positions < end
-        blocks = tl.load(table + positions // BLOCK_SIZE, mask=live, other=0)
         slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         offsets = slots[:, None] * kv_stride + head_base[None, :]
         mask = live[:, None] & in_head[None, :]
+        following = positions + BLOCK_N
+        blocks = tl.load(table + following // BLOCK_SIZE, mask=following < end, other=0)
         k = tl.load(keys + offsets, mask=mask, other=0.0)
         v = tl.load(values + offsets, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * qk_scale

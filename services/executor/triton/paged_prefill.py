@@ -38,17 +38,19 @@ def _attend(
     """Over the keys at [begin, end); MASKED where not every query of the tile sees every key.
     What lies outside [first_seen, num_seen) is seen by no query and may hold anything."""
     offs_n = tl.arange(0, BLOCK_N)
+    # Block ids are read a tile ahead: a load of keys that waits for another load would not be pipelined well.
+    blocks = tl.load(table + (begin + offs_n) // BLOCK_SIZE, mask=begin + offs_n < num_seen, other=0)
     for first in range(begin, end, BLOCK_N):
         positions = first + offs_n
         if MASKED:
             live = (positions >= first_seen) & (positions < num_seen)
-            blocks = tl.load(table + positions // BLOCK_SIZE, mask=live, other=0)
             mask = live[:, None] & in_head[None, :]
         else:
-            blocks = tl.load(table + positions // BLOCK_SIZE)
             mask = in_head[None, :]
         slots = blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
         offsets = slots[:, None] * kv_stride + head_base[None, :]
+        following = positions + BLOCK_N
+        blocks = tl.load(table + following // BLOCK_SIZE, mask=following < num_seen, other=0)
         k = tl.load(keys + offsets, mask=mask, other=0.0)
         v = tl.load(values + offsets, mask=mask, other=0.0)
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
@@ -58,11 +60,10 @@ def _attend(
                 seen &= positions[None, :] > query_positions[:, None] - window
             scores = tl.where(seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * qk_scale)
+        shift = new_highest
         if MASKED and HAS_WINDOW:
             # A query may see none of this tile nor of those before it.
             shift = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        else:
-            shift = new_highest
         weights = tl.exp2(scores * qk_scale - shift[:, None])
         correction = tl.exp2(highest - shift)
         denominator = denominator * correction + tl.sum(weights, 1)

@@ -30,10 +30,10 @@ def padded(size: int) -> int:
 def decode_tile(head_size: int, group: int, kv_itemsize: int) -> Tile:
     """Memory-bound: deep pipelines of small tiles, so that two or more programs share a processor.
 
-    Of the stages one is taken by the block table's loads, which the loads of keys wait for.
+    Two stages of keys and values are in flight while a third is computed with.
     """
     block_n = 32 if padded(head_size) * kv_itemsize > 256 else 64
-    return Tile(block_m=max(16, padded(group)), block_n=block_n, num_warps=4, num_stages=4)
+    return Tile(block_m=max(16, padded(group)), block_n=block_n, num_warps=4, num_stages=3)
 
 
 def prefill_tile(head_size: int, kv_itemsize: int) -> Tile:
