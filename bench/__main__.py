@@ -1,143 +1,166 @@
-"""`make bench`: what the scheduler costs, how fast the whole line streams, what it uses at rest.
+"""`make bench`: how fast the whole line streams, where a step goes, what it uses, what the machine would allow.
 
-Prints one JSON object, with a row per precision. The line is the four real processes on SmolLM2-135M, with
-the client's load on the same cores. `bound` is what the machine's memory and arithmetic rates, measured in
-the same run, allow.
+The line is the four real processes on SmolLM2-135M, with the client's load on the same cores. One row for each
+precision: tables go to stderr as they are measured, one JSON object to stdout or to a file. The bounds are measured
+in the same run. docs/performance.md says what the figures mean.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import subprocess
 import sys
-import time
+import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from bench.client_load import Load, run_load
-from bench.line import (
-    HEAD_PARAMETERS,
-    LAYER_PARAMETERS,
-    PRECISIONS,
-    ROLES,
-    Precision,
-    children,
-    cpu_seconds,
-    resident_bytes,
-    serving,
-    spread,
-)
+from bench.bounds import allowed
+from bench.line import PRECISIONS, Precision, children, idle_cpu, proportional_bytes, serving
+from bench.loads import LOADS, MANY, NUM_BLOCKS, Round, run_round, summary
+from bench.long_stream import run_long_stream
+from bench.report import precision_lines
+from bench.steps import StepReports
 from quartet.services.executor.native.library import detect_isa
 
+PARTS = {
+    "loads": "streams 1, 32, 64 and 128; 32 sampled; 8, 64 and 256 with short prompts; first token at rest",
+    "long": "one stream of 8,000 tokens",
+    "rest": "CPU with nothing to do",
+    "memory": "of all processes beyond the KV pool",
+    "scheduler": "a step of the scheduler alone",
+}
+# Small, so that two rounds of 32 streams use every block: what is left beside the pool is then its whole size.
+MEMORY_BLOCKS = 640
+BLOCK_MEGABYTES = 16 * 2 * 30 * 3 * 64 / 2**20  # a value of SmolLM2's keys and values in one byte
 
-def idle_cpu(pids: dict[str, int], seconds: float) -> dict[str, float]:
-    """Percent of a core that each process uses with nothing to do."""
-    before = {role: cpu_seconds(pid) for role, pid in pids.items()}
-    time.sleep(seconds)
-    used = {role: 100 * (cpu_seconds(pid) - before[role]) / seconds for role, pid in pids.items()}
-    return {role: round(percent, 2) for role, percent in used.items()} | {"together": round(sum(used.values()), 2)}
+
+def main() -> None:
+    arguments = parse_arguments()
+    say(f"load average {os.getloadavg()[0]:.1f}; kernels: {detect_isa().describe()}, isa {arguments.isa}")
+    rates = run_module("bench.bounds")
+    result: dict[str, Any] = {
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "kernels": detect_isa().describe(),
+            "isa": arguments.isa,
+            "load_average": os.getloadavg(),
+            "rates": rates,
+        },
+        "precisions": {},
+    }
+    if "scheduler" in arguments.parts:
+        result["scheduler"] = run_module("bench.scheduler")
+        say("scheduler: " + ", ".join(f"{name} {value}" for name, value in result["scheduler"].items()))
+    with tempfile.TemporaryDirectory() as folder:
+        log = arguments.log or Path(folder, "services.log")
+        for name in arguments.precisions:
+            row = measure(PRECISIONS[name], arguments, log, rates)
+            result["precisions"][name] = row
+            for line in precision_lines(name, row):
+                say(line)
+    text = json.dumps(result, indent=2)
+    if arguments.json is None:
+        print(text)
+    else:
+        arguments.json.write_text(text + "\n")
 
 
-def scheduler_figures() -> dict[str, Any]:
-    """In a process of its own: torch in the same one would be measured too."""
-    output = subprocess.run([sys.executable, "-m", "bench.scheduler"], check=True, capture_output=True).stdout
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    rows = ["bf16", "int8", "int4"]
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=rows, help="rows (default: %(default)s)")
+    parser.add_argument("--isa", choices=["auto", "avx512", "amx"], default="auto", help="see the executor's --isa")
+    described = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help=f"default: all. {described}")
+    parser.add_argument(
+        "--loads", nargs="+", choices=LOADS, default=list(LOADS), metavar="STREAMS", help="of the loads"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="of each load (default 3)")
+    parser.add_argument("--idle-seconds", type=float, default=10.0, help="how long rest is watched (default 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go (default: stdout)")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="where the services' logs go (default: nowhere)")
+    return parser.parse_args()
+
+
+def run_module(name: str) -> dict[str, Any]:
+    """The figures of `python -m name`, in a process of its own: threads and memory of one are not the other's."""
+    output = subprocess.run([sys.executable, "-m", name], check=True, stdout=subprocess.PIPE).stdout
     figures: dict[str, Any] = json.loads(output)
     return figures
 
 
-def line_figures(precision: Precision, rounds: int, idle_seconds: float, log: Path) -> dict[str, Any]:
-    with serving(precision, log) as (address, process, ready_seconds):
-        pids = children(process.pid)
-        one, many = [], []
-        used = dict.fromkeys((*ROLES, "client"), 0.0)
-        for seed in range(rounds):
-            one.append(asyncio.run(run_load(Load(address, 1, prompt_tokens=16, output_tokens=128, seed=seed))))
-            before = {role: cpu_seconds(pid) for role, pid in pids.items()} | {"client": time.process_time()}
-            many.append(asyncio.run(run_load(Load(address, 32, seed=100 + seed))))
-            for role, seconds in before.items():
-                used[role] += (time.process_time() if role == "client" else cpu_seconds(pids[role])) - seconds
-        short = asyncio.run(run_load(Load(address, 1, num_requests=8, prompt_tokens=128, output_tokens=2, seed=7)))
-        return {
-            "ready_seconds": round(ready_seconds, 2),
-            "one_stream": {
-                "tokens_per_second": spread([1 / r["time_per_output_token"]["mean"] for r in one]),
-                "load": "16 in, 128 out",
-            },
-            "streams_32": {
-                "output_tokens_per_second": spread([r["output_tokens_per_second"] for r in many]),
-                "time_to_first_token_mean": spread([r["time_to_first_token"]["mean"] for r in many]),
-                "largest_gap_between_chunks": spread([r["gap_between_chunks"]["max"] for r in many]),
-                "cpu_seconds_per_run": {role: round(seconds / rounds, 2) for role, seconds in used.items()},
-                "load": "128 in, 128 out, all at once",
-            },
-            "time_to_first_token_idle_128": short["time_to_first_token"]["p50"],
-            "resident_megabytes": {role: round(resident_bytes(pid) / 2**20) for role, pid in pids.items()},
-            "idle_cpu_percent": idle_cpu(pids, idle_seconds),
-        }
+def measure(precision: Precision, arguments: argparse.Namespace, log: Path, rates: dict[str, float]) -> dict[str, Any]:
+    """One row."""
+    isa, parts = arguments.isa, arguments.parts
+    row: dict[str, Any] = {"bound": allowed(rates, precision, isa), "ready_seconds": []}
+    flags = ["--executor-isa", isa]
+    if "memory" in parts:
+        row["memory"], ready = measure_memory(precision, log, flags)
+        row["ready_seconds"].append(ready)
+    if not {"loads", "long", "rest"}.isdisjoint(parts):
+        with serving(precision, log, max_model_len=8192, num_blocks=NUM_BLOCKS, flags=flags) as line:
+            row["ready_seconds"].append(line.ready_seconds)
+            pids = children(line.process.pid)
+            reports = StepReports(pids["executor"], log)
+            if "loads" in parts:
+                row["loads"] = measure_loads(line.address, arguments.loads, arguments.rounds, reports, pids)
+                set_shares(row["loads"], row["bound"])
+            if "long" in parts:
+                row["long_stream"] = run_long_stream(line.address, reports)
+            if "rest" in parts:
+                row["idle_cpu_percent"] = idle_cpu(pids, arguments.idle_seconds)
+    return row
 
 
-def bounds(precision: Precision) -> dict[str, float]:
-    """One stream reads all weights for each token; 32 streams of 128 in and 128 out multiply with them 256 times
-    for 128 tokens out (the head only for the 128), and read them for each 32 tokens out."""
-    import torch
-
-    from bench.bounds import matrix_rate, read_rate
-
-    kinds = [torch.float32 if precision.dtype == "float32" else torch.bfloat16]
-    if precision.quantization != "none":
-        # What is held in few bits may be multiplied in 8.
-        kinds.append(torch.int8)
-    read, rate = read_rate(), max(matrix_rate(kind) for kind in kinds)
-    operations = 2 * (2 * LAYER_PARAMETERS + HEAD_PARAMETERS)
-    one_stream = read / precision.weight_bytes
-    return {
-        "memory_gigabytes_per_second": round(read / 1e9, 1),
-        "matrix_gigaops_per_second": round(rate / 1e9, 1),
-        "one_stream_tokens_per_second": round(one_stream, 1),
-        "streams_32_tokens_per_second": round(min(rate / operations, 32 * one_stream), 1),
-    }
+def measure_loads(
+    address: str, names: Collection[str], num_rounds: int, reports: StepReports, pids: dict[str, int]
+) -> dict[str, Any]:
+    """Round after round of all loads, so that a drift of the machine meets each of them."""
+    rounds: dict[str, list[Round]] = {name: [] for name in LOADS if name in names}
+    for number in range(num_rounds):
+        for name in rounds:
+            rounds[name].append(run_round(LOADS[name], address, number, reports, pids))
+    return {name: summary(LOADS[name], found) for name, found in rounds.items()}
 
 
-def row(precision: Precision, rounds: int, idle_seconds: float, log: Path) -> dict[str, Any]:
-    line = line_figures(precision, rounds, idle_seconds, log)
-    bound = bounds(precision)
-    for load, rate in (("one_stream", "tokens_per_second"), ("streams_32", "output_tokens_per_second")):
-        share = line[load][rate]["median"] / bound[f"{load}_tokens_per_second"]
-        line[load]["share_of_bound"] = round(share, 3)
-    return {"line": line, "bound": bound}
+def set_shares(loads: dict[str, Any], bound: dict[str, float]) -> None:
+    """Puts the share of the bound that was reached into each load that has one, and the share of the 32 streams'
+    rate into those of more."""
+    if bound:
+        for name, rate in (("1", "decode_tokens_per_second"), ("32", "output_tokens_per_second")):
+            of = "one_stream" if name == "1" else "streams_32"
+            if name in loads:
+                share = loads[name][rate]["median"] / bound[f"{of}_tokens_per_second"]
+                loads[name]["share_of_bound"] = round(share, 3)
+        if "first token" in loads:
+            reached = loads["first token"]["time_to_first_token_p50"]["median"]
+            loads["first token"]["share_of_bound"] = round(bound["time_to_first_token_128"] / reached, 3)
+    for name in ("64", "128", "32 sampled"):
+        if name in loads and "32" in loads:
+            many, base = (loads[key]["output_tokens_per_second"]["median"] for key in (name, "32"))
+            loads[name]["of_32_streams"] = round(many / base, 3)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--precisions",
-        nargs="+",
-        choices=PRECISIONS,
-        default=["bf16", "int8", "int4"],
-        help="rows (default: %(default)s)",
-    )
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each load (default 3)")
-    parser.add_argument("--idle-seconds", type=float, default=10.0)
-    parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="where the services' logs go")
-    arguments = parser.parse_args()
-    result = {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "kernels": detect_isa().describe(),
-            "load_average": os.getloadavg(),
-        },
-        "scheduler": scheduler_figures(),
-        "precisions": {
-            name: row(PRECISIONS[name], arguments.rounds, arguments.idle_seconds, arguments.log)
-            for name in arguments.precisions
-        },
-    }
-    print(json.dumps(result, indent=2))
+def measure_memory(precision: Precision, log: Path, flags: list[str]) -> tuple[dict[str, Any], float]:
+    """Megabytes when every block of a small KV pool has been used, and seconds until ready."""
+    with serving(precision, log, max_model_len=8192, num_blocks=MEMORY_BLOCKS, flags=flags) as line:
+        pids = children(line.process.pid)
+        reports = StepReports(pids["executor"], log)
+        for number in range(2):
+            run_round(MANY, line.address, number, reports, pids)
+        sizes = {role: round(proportional_bytes(pid) / 2**20) for role, pid in pids.items()}
+        pool = round(MEMORY_BLOCKS * BLOCK_MEGABYTES * (4 if precision.dtype == "float32" else 2))
+        figures = {"megabytes": sizes, "kv_pool": pool, "beyond_kv_pool": sum(sizes.values()) - pool}
+        return figures, line.ready_seconds
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ class Load:
     output_tokens: int = 128
     shared_prefix: int = 0
     temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
     warmup_requests: int = 1
     seed: int = 0
     low: int = 1000
@@ -60,7 +62,13 @@ class Measured:
 async def _one(client: AsyncClient, load: Load, token_ids: list[int], output_tokens: int) -> Measured:
     measured = Measured(time.perf_counter())
     generation = client.generate(
-        token_ids=token_ids, max_tokens=output_tokens, ignore_eos=True, temperature=load.temperature, seed=load.seed
+        token_ids=token_ids,
+        max_tokens=output_tokens,
+        ignore_eos=True,
+        temperature=load.temperature,
+        top_p=load.top_p,
+        top_k=load.top_k,
+        seed=load.seed,
     )
     try:
         async for chunk in generation:

@@ -10,23 +10,26 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROLES = ("gateway", "tokenizer", "scheduler", "executor")
 # SmolLM2-135M: what one token multiplies with; the head is the tied embedding.
 LAYER_PARAMETERS = 106_168_320
 HEAD_PARAMETERS = 49152 * 576
+READY_SECONDS = 120
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Settings of the executor, and bytes that it holds a weight in."""
+    """Settings of the executor, bytes that it holds a weight in, and what such a weight may be multiplied as."""
 
     dtype: str
     quantization: str
     layer_bytes: float
     head_bytes: float
+    multiplied_as: tuple[str, ...]
 
     @property
     def flags(self) -> list[str]:
@@ -39,10 +42,10 @@ class Precision:
 
 # Scales and minima of groups of 32 count as weights.
 PRECISIONS = {
-    "bf16": Precision("bfloat16", "none", 2, 2),
-    "int8": Precision("bfloat16", "int8", 1 + 2 / 32, 1 + 2 / 32),
-    "int4": Precision("bfloat16", "int4", 0.5 + 4 / 32, 1 + 2 / 32),
-    "fp32": Precision("float32", "none", 4, 4),
+    "bf16": Precision("bfloat16", "none", 2, 2, ("fp32", "bf16")),
+    "int8": Precision("bfloat16", "int8", 1 + 2 / 32, 1 + 2 / 32, ("fp32", "bf16", "int8")),
+    "int4": Precision("bfloat16", "int4", 0.5 + 4 / 32, 1 + 2 / 32, ("fp32", "bf16", "int8")),
+    "fp32": Precision("float32", "none", 4, 4, ("fp32",)),
 }
 
 
@@ -52,26 +55,45 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class Serving(NamedTuple):
+    """`process` is the supervisor's; `ready_seconds` passed from its start until it answered."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+    ready_seconds: float
+
+
 @contextlib.contextmanager
-def serving(precision: Precision, log: Path) -> Iterator[tuple[str, subprocess.Popen[bytes], float]]:
-    """(address, the supervisor's process, seconds from its start until ready)"""
+def serving(
+    precision: Precision, log: Path, *, max_model_len: int = 2048, num_blocks: int = 2048, flags: Sequence[str] = ()
+) -> Iterator[Serving]:
+    """Logs are JSON lines in `log`."""
     address = f"127.0.0.1:{free_port()}"
-    flags = ["--gateway-grpc-address", address, *precision.flags]
-    flags += ["--executor-max-model-len", "2048", "--executor-num-blocks", "2048"]
+    size = ["--executor-max-model-len", str(max_model_len), "--executor-num-blocks", str(num_blocks)]
+    flags = ["--gateway-grpc-address", address, "--log-format", "json", *precision.flags, *size, *flags]
     begin = time.perf_counter()
     with log.open("ab") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "quartet.services.cli", "serve", *flags], stdout=out, stderr=out
         )
     try:
-        from quartet.shared.client import Client
-
-        with Client(address) as client:
-            client.wait_ready(120)
-        yield address, process, time.perf_counter() - begin
+        _wait_ready(address, process)
+        yield Serving(address, process, round(time.perf_counter() - begin, 3))
     finally:
         process.terminate()
         process.wait(60)
+
+
+def _wait_ready(address: str, process: subprocess.Popen[bytes]) -> None:
+    from quartet.shared.client import Client
+
+    with Client(address) as client:
+        for _ in range(READY_SECONDS):
+            if process.poll() is not None:
+                raise RuntimeError(f"quartet serve ended with {process.returncode}; its log says why")
+            with contextlib.suppress(TimeoutError):
+                return client.wait_ready(1)
+    raise TimeoutError(f"the line is not ready after {READY_SECONDS} s; its log says why")
 
 
 def children(pid: int) -> dict[str, int]:
@@ -92,6 +114,20 @@ def cpu_seconds(pid: int) -> float:
 
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def proportional_bytes(pid: int) -> int:
+    """Resident memory, with pages that several processes map divided among them."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return 1024 * int(next(line.split()[1] for line in rollup.splitlines() if line.startswith("Pss:")))
+
+
+def idle_cpu(pids: dict[str, int], seconds: float) -> dict[str, float]:
+    """Percent of a core that each process uses while this one waits."""
+    before = {role: cpu_seconds(pid) for role, pid in pids.items()}
+    time.sleep(seconds)
+    used = {role: 100 * (cpu_seconds(pid) - before[role]) / seconds for role, pid in pids.items()}
+    return {role: round(percent, 2) for role, percent in used.items()} | {"together": round(sum(used.values()), 2)}
 
 
 def spread(values: list[float]) -> dict[str, float]:
