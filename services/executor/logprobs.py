@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from quartet.shared.messages import LOGPROB_FLOOR, TokenLogprobs
+
+
+class GatheredLogprobs(NamedTuple):
+    """What `gather` found, on the logits' device.
+
+    logprobs [N] float32; ranks [N] int64; top_ids [N, M] int64 and top_logprobs [N, M] float32, falling.
+    """
+
+    logprobs: torch.Tensor
+    ranks: torch.Tensor
+    top_ids: torch.Tensor
+    top_logprobs: torch.Tensor
 
 
 def gather_logprobs(
@@ -19,28 +33,31 @@ def gather_logprobs(
     """
     if len(token_ids) == 0:
         return []
-    chosen = torch.from_numpy(token_ids).to(logits.device).unsqueeze(1)
-    chosen_logits = logits.gather(1, chosen)
+    chosen = torch.from_numpy(token_ids).to(logits.device)
+    return logprob_entries(gather(logits, chosen, int(num_top.max())), token_ids, num_top)
+
+
+def gather(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> GatheredLogprobs:
+    """The part of gather_logprobs that runs where the logits are; token_ids [N] int64. Waits for nothing."""
+    chosen_logits = logits.gather(1, token_ids.unsqueeze(1))
     normalizer = logits.logsumexp(-1, keepdim=True)
-    logprobs = _floored(chosen_logits - normalizer)[:, 0].tolist()
-    ranks = ((logits > chosen_logits).sum(-1) + 1).tolist()
-    tops = _top(logits, normalizer, num_top)
-    return [TokenLogprobs(*entry) for entry in zip(token_ids.tolist(), logprobs, ranks, tops, strict=True)]
+    logprobs = _floored(chosen_logits - normalizer)[:, 0]
+    ranks = (logits > chosen_logits).sum(-1) + 1
+    values, top_ids = logits.topk(min(num_top, logits.shape[1]), dim=-1)
+    return GatheredLogprobs(logprobs, ranks, top_ids, _floored(values - normalizer))
 
 
-def _top(
-    logits: torch.Tensor, normalizer: torch.Tensor, num_top: npt.NDArray[np.int64]
-) -> list[list[tuple[int, float]]]:
-    most = min(int(num_top.max()), logits.shape[1])
-    if most == 0:
-        return [[] for _ in range(len(logits))]
-    values, ids = logits.topk(most, dim=-1)
-    rows = zip(ids.tolist(), _floored(values - normalizer).tolist(), num_top.tolist(), strict=True)
+def logprob_entries(
+    gathered: GatheredLogprobs, token_ids: npt.NDArray[np.int64], num_top: npt.NDArray[np.int64]
+) -> list[TokenLogprobs]:
+    """What `gather` found as it is told; waits for it where it is still being computed."""
+    logprobs, ranks, top_ids, top_logprobs = (tensor.tolist() for tensor in gathered)
     # Equal values by rising id: topk leaves their order open.
-    return [
+    tops = [
         sorted(zip(row_ids, row_values, strict=True), key=lambda pair: (-pair[1], pair[0]))[:count]
-        for row_ids, row_values, count in rows
+        for row_ids, row_values, count in zip(top_ids, top_logprobs, num_top.tolist(), strict=True)
     ]
+    return [TokenLogprobs(*entry) for entry in zip(token_ids.tolist(), logprobs, ranks, tops, strict=True)]
 
 
 def _floored(logprobs: torch.Tensor) -> torch.Tensor:

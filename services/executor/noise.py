@@ -18,10 +18,13 @@ def uniform(
     Three chained rounds of SplitMix64's finalizer, one per key. Part of what a seed promises: the
     function is never changed.
     """
-    state = _mix(seeds + _GAMMA)
-    state = _mix((state ^ choice_indices) + _GAMMA)
-    state = _mix((state ^ output_indices) + _GAMMA)
+    state = _mix((stream_keys(seeds, choice_indices) ^ output_indices) + _GAMMA)
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def stream_keys(seeds: npt.NDArray[np.uint64], choice_indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """[N] what the noise of all of a choice's outputs has in common."""
+    return _mix((_mix(seeds + _GAMMA) ^ choice_indices) + _GAMMA)
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

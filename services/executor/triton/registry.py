@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from quartet.services.executor.triton import attention_specs
+from quartet.services.executor.triton import attention_specs, fused_specs, sampling_specs
 from quartet.services.executor.triton.kernel_spec import KernelSpec
 
 # Each has kernel_specs() -> Iterable[KernelSpec].
-_MODULES = (attention_specs,)
+_MODULES = (attention_specs, fused_specs, sampling_specs)
 
 
 def kernel_specs() -> list[KernelSpec]:
