@@ -47,7 +47,9 @@ class Decoder:
         return self.lm_head(hidden).float()
 
 
-class DecoderLayer:
+class LayerWeights:
+    """A layer's parameters, those of products with the same input fused into one."""
+
     def __init__(self, config: ModelConfig, index: int, load: LoadParameter) -> None:
         def parameter(name: str) -> torch.Tensor:
             return load(f"model.layers.{index}.{name}")
@@ -58,22 +60,24 @@ class DecoderLayer:
                 _fuse([parameter(f"{name}.bias") for name in names]) if has_bias else None,
             )
 
-        self._config = config
-        self._index = index
-        self._window = config.layer_windows[index]
-        self._input_norm = parameter("input_layernorm.weight")
-        self._qkv = linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self._o = linear(config.o_bias, "self_attn.o_proj")
-        self._post_attention_norm = parameter("post_attention_layernorm.weight")
-        self._gate_up = linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj")
-        self._down = linear(config.mlp_bias, "mlp.down_proj")
-        self._qk_norm: torch.Tensor | None = None
+        self.config = config
+        self.index = index
+        self.window = config.layer_windows[index]
+        self.input_norm = parameter("input_layernorm.weight")
+        self.qkv = linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.o = linear(config.o_bias, "self_attn.o_proj")
+        self.post_attention_norm = parameter("post_attention_layernorm.weight")
+        self.gate_up = linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj")
+        self.down = linear(config.mlp_bias, "mlp.down_proj")
+        self.qk_norm: torch.Tensor | None = None
         if config.qk_norm:
             # One product for query and key heads: [num_heads + num_kv_heads, head_size].
             query = parameter("self_attn.q_norm.weight").expand(config.num_heads, -1)
             key = parameter("self_attn.k_norm.weight").expand(config.num_kv_heads, -1)
-            self._qk_norm = torch.cat((query, key))
+            self.qk_norm = torch.cat((query, key))
 
+
+class DecoderLayer(LayerWeights):
     def forward(
         self,
         hidden: torch.Tensor,
@@ -84,25 +88,25 @@ class DecoderLayer:
         attention: AttentionBackend,
     ) -> torch.Tensor:
         """hidden [T, hidden_size] is added to in place."""
-        config = self._config
+        config = self.config
         eps = config.rms_norm_eps
         num_heads, num_kv_heads, head_size = config.num_heads, config.num_kv_heads, config.head_size
 
-        qkv = self._qkv(rms_norm(hidden, self._input_norm, eps))
+        qkv = self.qkv(rms_norm(hidden, self.input_norm, eps))
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, head_size)
         query_key, value = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
-        if self._qk_norm is not None:
-            query_key = F.rms_norm(query_key, (head_size,), None, eps) * self._qk_norm
+        if self.qk_norm is not None:
+            query_key = F.rms_norm(query_key, (head_size,), None, eps) * self.qk_norm
         query_key = rotate(query_key, cos, sin)
         query, key = query_key[:, :num_heads], query_key[:, num_heads:]
-        kv_cache.write(self._index, key, value, batch.slot_mapping)
+        kv_cache.write(self.index, key, value, batch.slot_mapping)
         attended = attention.forward(
-            query, self._index, kv_cache, batch, scale=head_size**-0.5, sliding_window=self._window
+            query, self.index, kv_cache, batch, scale=head_size**-0.5, sliding_window=self.window
         )
-        hidden.add_(self._o(attended))
+        hidden.add_(self.o(attended))
 
-        gate, up = self._gate_up(rms_norm(hidden, self._post_attention_norm, eps)).chunk(2, -1)
-        return hidden.add_(self._down(F.silu(gate).mul_(up)))
+        gate, up = self.gate_up(rms_norm(hidden, self.post_attention_norm, eps)).chunk(2, -1)
+        return hidden.add_(self.down(F.silu(gate).mul_(up)))
 
 
 def _fuse(parts: list[torch.Tensor]) -> torch.Tensor:
