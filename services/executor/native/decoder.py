@@ -167,6 +167,11 @@ class NativeDecoder:
         self._library.quartet_decoder_times(self._handle, seconds)
         return dict(zip(PHASES, seconds, strict=True))
 
+    def read_weights(self) -> int:
+        """Reads all weights once on all threads and does nothing else: the bound of a step with one row.
+        Returns the bytes read."""
+        return int(self._library.quartet_decoder_read_weights(self._handle))
+
     # --- loading ----------------------------------------------------------------------------------
 
     def _load_layer(self, layer: int, load: LoadParameters) -> None:

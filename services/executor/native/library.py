@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Iterator
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -107,6 +107,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "quartet_decoder_forward": ([c_void_p, POINTER(Step)], c_int),
         "quartet_decoder_logits": ([c_void_p, c_void_p, c_int, c_void_p], c_int),
         "quartet_decoder_times": ([c_void_p, POINTER(c_double)], None),
+        "quartet_decoder_read_weights": ([c_void_p], c_size_t),
         "quartet_multiply": ([c_int, c_int, c_int, c_int, c_void_p, c_int, c_void_p, c_void_p], c_int),
     }
     for name, (arguments, result) in functions.items():

@@ -11,9 +11,9 @@ using namespace quartet;
 namespace {
 
 // Packs the source's rows in parallel.
-bool fill(Pool& pool, Matrix& matrix, int format, int num_columns, int num_inner, bool paired, const void* data,
+bool fill(Pool& pool, Arena& arena, Matrix& matrix, int format, int num_columns, int num_inner, bool paired, const void* data,
           const float* bias) {
-    if (!matrix.allocate(static_cast<Format>(format), num_columns, num_inner, paired)) return false;
+    if (!matrix.allocate(arena, static_cast<Format>(format), num_columns, num_inner, paired)) return false;
     pool.begin();
     pool.run(matrix.num_strips, [&](int strip, int) {
         for (int column = 0; column < kStrip; ++column) {
@@ -31,7 +31,7 @@ bool fill(Pool& pool, Matrix& matrix, int format, int num_columns, int num_inner
                     matrix.pack_int4_row(strip, column, static_cast<const uint8_t*>(data) + at * num_inner / 32 * 20);
                     break;
             }
-            if (bias) matrix.bias.as<float>()[strip * kStrip + column] = bias[row];
+            if (bias) matrix.bias[strip * kStrip + column] = bias[row];
         }
     });
     pool.end();
@@ -67,12 +67,12 @@ QUARTET_API void quartet_decoder_free(Decoder* decoder) { delete decoder; }
 QUARTET_API int quartet_decoder_set_matrix(Decoder* decoder, int layer, int kind, int format, int num_columns,
                                            int num_inner, int paired, const void* data, const float* bias) {
     Matrix& matrix = decoder->matrix(layer, static_cast<MatrixKind>(kind));
-    return fill(decoder->pool(), matrix, format, num_columns, num_inner, paired != 0, data, bias);
+    return fill(decoder->pool(), decoder->arena(), matrix, format, num_columns, num_inner, paired != 0, data, bias);
 }
 
 QUARTET_API int quartet_decoder_set_embedding(Decoder* decoder, const uint16_t* data) {
     const DecoderConfig& config = decoder->config();
-    return fill(decoder->pool(), decoder->embedding(), static_cast<int>(Format::kBf16), config.vocab_size,
+    return fill(decoder->pool(), decoder->arena(), decoder->embedding(), static_cast<int>(Format::kBf16), config.vocab_size,
                 config.hidden_size, false, data, nullptr);
 }
 
@@ -95,24 +95,28 @@ QUARTET_API void quartet_decoder_times(const Decoder* decoder, double* out) {
     for (int phase = 0; phase < kNumPhases; ++phase) out[phase] = decoder->times().seconds(phase);
 }
 
+// Reads the weights from front to back on all threads, as a step with one row must; returns the bytes read.
+QUARTET_API size_t quartet_decoder_read_weights(Decoder* decoder) { return decoder->read_weights(); }
+
 // One product and nothing else, for tests: x [num_rows, num_inner] bf16, out [num_rows, num_columns].
 QUARTET_API int quartet_multiply(int isa, int format, int num_columns, int num_inner, const void* data, int num_rows,
                                  const uint16_t* x, float* out) {
     if (!(isa & kAvx512Bf16) || (isa & ~detect_isa())) return 0;
     Pool pool(1, nullptr);
+    Arena arena;
     Matrix matrix;
     RowBuffer rows;
     rows.set_width(num_inner);
     Buffer scratch;
-    if (!fill(pool, matrix, format, num_columns, num_inner, false, data, nullptr) || !rows.reserve(num_rows) ||
+    if (!fill(pool, arena, matrix, format, num_columns, num_inner, false, data, nullptr) || !rows.reserve(num_rows) ||
         !scratch.reserve(product_scratch_bytes(matrix) + 64))
         return 0;
     for (int r = 0; r < num_rows; ++r) {
         for (int k = 0; k < num_inner; ++k) rows.row(r)[k] = x[static_cast<size_t>(r) * num_inner + k];
         rows.quantize(r);
     }
-    for (int strip = 0; strip < matrix.num_strips; ++strip)
-        multiply_strip(matrix, rows.view(), num_rows, strip, isa, scratch.as<uint8_t>(), PlainSink(out, num_columns));
+    multiply_strips(matrix, rows.view(), num_rows, 0, matrix.num_strips, isa, scratch.as<uint8_t>(),
+                    PlainSink(out, num_columns));
     release_tiles();
     return 1;
 }

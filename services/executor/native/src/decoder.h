@@ -82,9 +82,12 @@ class Decoder {
     const DecoderConfig& config() const { return config_; }
     Pool& pool() { return pool_; }
     const PhaseTimes& times() const { return times_; }
+    Arena& arena() { return arena_; }
 
     // False when memory is short; nothing has been written then.
     bool forward(const Step& step);
+    // Reads all weights once; returns how many bytes.
+    size_t read_weights();
     // hidden [num_rows, hidden_size] bf16 -> logits [num_rows, vocab_size] float.
     bool compute_logits(const uint16_t* hidden, int num_rows, float* logits);
 
@@ -104,6 +107,7 @@ class Decoder {
     DecoderConfig config_;
     CacheShape cache_;
     Pool pool_;
+    Arena arena_;
     std::vector<Layer> layers_;
     Matrix head_, separate_embedding_;
     std::vector<float> final_norm_;

@@ -25,7 +25,7 @@ struct FloatSink final : Sink {
 
     void take(int strip, int first_row, int num_rows, const float* values) const override {
         const int column = strip * kStrip, count = std::min(kStrip, matrix.num_columns - column);
-        const float* bias = matrix.bias.as<float>() + column;
+        const float* bias = matrix.bias + column;
         for (int r = 0; r < num_rows; ++r, values += kStrip) {
             float* target = out + static_cast<size_t>(first_row + r) * matrix.num_columns + column;
             if (!adds) {
@@ -51,7 +51,7 @@ struct GatedSink final : Sink {
     void take(int strip, int first_row, int num_rows, const float* values) const override {
         const int column = strip * 16;
         const __mmask16 lanes = first_lanes(matrix.num_columns / 2 - column);
-        const float* bias = matrix.bias.as<float>() + strip * kStrip;
+        const float* bias = matrix.bias + strip * kStrip;
         const __m512 gate_bias = _mm512_loadu_ps(bias), up_bias = _mm512_loadu_ps(bias + 16);
         for (int r = 0; r < num_rows; ++r, values += kStrip) {
             const __m512 gate = _mm512_add_ps(_mm512_loadu_ps(values), gate_bias);
@@ -160,8 +160,7 @@ void Decoder::multiply(const Matrix& matrix, const RowBuffer& x, int num_rows, c
     pool_.run(num_chunks, [&](int chunk, int thread) {
         uint8_t* scratch = scratch_.as<uint8_t>() + thread * scratch_stride_;
         const int end = std::min((chunk + 1) * per_chunk, matrix.num_strips);
-        for (int strip = chunk * per_chunk; strip < end; ++strip)
-            multiply_strip(matrix, rows, num_rows, strip, config_.isa, scratch, sink);
+        multiply_strips(matrix, rows, num_rows, chunk * per_chunk, end, config_.isa, scratch, sink);
     });
 }
 
@@ -291,6 +290,19 @@ bool Decoder::forward(const Step& step) {
     pool_.end();
     release_tiles();
     return true;
+}
+
+size_t Decoder::read_weights() {
+    constexpr size_t kChunk = size_t{256} << 10;
+    size_t num_bytes = 0;
+    pool_.begin();
+    for (const auto& region : arena_.regions()) {
+        pool_.run(static_cast<int>(region.used / kChunk),
+                  [&](int chunk, int) { read_bytes(region.begin + chunk * kChunk, kChunk); });
+        num_bytes += region.used / kChunk * kChunk;
+    }
+    pool_.end();
+    return num_bytes;
 }
 
 bool Decoder::compute_logits(const uint16_t* hidden, int num_rows, float* logits) {

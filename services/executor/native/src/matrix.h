@@ -30,17 +30,17 @@ struct Matrix {
     int padded_inner = 0;  // K rounded up to a whole group; what is past K is 0
     int num_strips = 0;
     size_t strip_bytes = 0;
-    Buffer weights;
-    Buffer bias;  // [num_strips * 32] float, zeros without one
+    uint8_t* weights = nullptr;
+    float* bias = nullptr;  // [num_strips * 32], zeros without one
 
-    const uint8_t* strip(int index) const { return weights.as<uint8_t>() + index * strip_bytes; }
+    const uint8_t* strip(int index) const { return weights + index * strip_bytes; }
 
     // Where column c of strip s is among the rows of the source; -1 past the end. With `paired` the source is two
     // matrices of N / 2 rows, and a strip holds 16 columns of the first, then the same 16 of the second.
     int source_row(int strip, int column, bool paired) const;
 
-    // False when memory is short. num_inner must be a multiple of kGroup for kInt4.
-    bool allocate(Format format, int num_columns, int num_inner, bool paired);
+    // In the arena; false when memory is short. num_inner must be a multiple of kGroup for kInt4.
+    bool allocate(Arena& arena, Format format, int num_columns, int num_inner, bool paired);
 
     // Row `row` of the source, K bf16 values.
     void pack_bf16_row(int strip, int column, const uint16_t* row);
@@ -79,12 +79,15 @@ struct Sink {
     ~Sink() = default;
 };
 
-// Bytes of scratch memory that multiply_strip needs per thread.
+// Bytes of scratch memory that multiply_strips needs per thread.
 size_t product_scratch_bytes(const Matrix& matrix);
 
-// One strip of x W^T for num_rows rows of x.
-void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, int strip, int isa, uint8_t* scratch,
-                    const Sink& sink);
+// Strips [first, end) of x W^T for num_rows rows of x.
+void multiply_strips(const Matrix& matrix, const Activations& x, int num_rows, int first, int end, int isa,
+                     uint8_t* scratch, const Sink& sink);
+
+// Reads num_bytes (a multiple of 256) and does no more: what a product with few rows takes at best.
+void read_bytes(const uint8_t* data, size_t num_bytes);
 
 // AMX holds a configuration per thread: released so that the system need not save the tiles.
 void release_tiles();

@@ -34,7 +34,7 @@ int Matrix::source_row(int strip, int column, bool paired) const {
     return column < 16 ? row : half + row;
 }
 
-bool Matrix::allocate(Format format_, int num_columns_, int num_inner_, bool paired) {
+bool Matrix::allocate(Arena& arena, Format format_, int num_columns_, int num_inner_, bool paired) {
     format = format_;
     num_columns = num_columns_;
     num_inner = num_inner_;
@@ -49,11 +49,13 @@ bool Matrix::allocate(Format format_, int num_columns_, int num_inner_, bool pai
     }
     const size_t column_bytes = static_cast<size_t>(num_strips) * kStrip * sizeof(float);
     // What is past the last column is computed too; it must be memory, and not NaN for speed's sake.
-    return weights.reserve(strip_bytes * num_strips) && bias.reserve(column_bytes);
+    weights = static_cast<uint8_t*>(arena.allocate(strip_bytes * num_strips));
+    bias = static_cast<float*>(arena.allocate(column_bytes));
+    return weights && bias;
 }
 
 void Matrix::pack_bf16_row(int strip_index, int column, const uint16_t* row) {
-    uint16_t* out = weights.as<uint16_t>() + strip_index * strip_bytes / 2 + 2 * column;
+    uint16_t* out = reinterpret_cast<uint16_t*>(weights + strip_index * strip_bytes) + 2 * column;
     for (int k = 0; k < num_inner; ++k) out[(k / 2) * 2 * kStrip + k % 2] = row[k];
 }
 
@@ -64,7 +66,7 @@ void Matrix::pack_int8_row(int strip_index, int column, const uint16_t* row) {
         for (int k = 0; k < count; ++k) largest = std::fmax(largest, std::fabs(bf16_to_float(row[k])));
         const uint16_t scale = bf16_above(largest / 127.0f);
         const float inverse = largest > 1e-30f ? 1.0f / bf16_to_float(scale) : 0.0f;
-        uint8_t* group = weights.as<uint8_t>() + strip_index * strip_bytes + g * kInt8GroupBytes;
+        uint8_t* group = weights + strip_index * strip_bytes + g * kInt8GroupBytes;
         std::memcpy(group + 2 * column, &scale, 2);
         uint8_t* out = group + 2 * kStrip + 4 * column;
         for (int k = 0; k < kGroup; ++k) {
@@ -76,7 +78,7 @@ void Matrix::pack_int8_row(int strip_index, int column, const uint16_t* row) {
 
 void Matrix::pack_int4_row(int strip_index, int column, const uint8_t* blocks) {
     for (int g = 0; g < padded_inner / kGroup; ++g, blocks += 20) {
-        uint8_t* group = weights.as<uint8_t>() + strip_index * strip_bytes + g * kInt4GroupBytes;
+        uint8_t* group = weights + strip_index * strip_bytes + g * kInt4GroupBytes;
         std::memcpy(group + 2 * column, blocks, 2);
         std::memcpy(group + 2 * kStrip + 2 * column, blocks + 2, 2);
         uint8_t* lines = group + 4 * kStrip + (column / 16) * 256 + (column % 16) * 4;

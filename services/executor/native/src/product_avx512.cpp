@@ -23,6 +23,8 @@ constexpr int kVectorRowsInt8 = 20;
 constexpr int kVectorRowsInt4 = 12;
 // How far ahead of its use a strip is asked for.
 constexpr int kPrefetchBytes = 4096;
+// The same where nothing but reading is done.
+constexpr int kReadAhead = 1024;
 
 bool uses_tiles(Format format, int num_rows, int isa) {
     const int vector_rows = format == Format::kBf16   ? kVectorRowsBf16
@@ -33,34 +35,41 @@ bool uses_tiles(Format format, int num_rows, int isa) {
 
 // --- bf16, vectors --------------------------------------------------------------------------------
 
-template <int Rows, int Unroll>
+// `Strips` strips side by side: one stream of reads does not fill the memory's queue.
+template <int Rows, int Unroll, int Strips = 1>
 void bf16_rows(const uint8_t* strip, const uint16_t* x, int stride, int num_pairs, float* out) {
-    __m512 sum[Unroll][Rows][2];
+    __m512 sum[Unroll][Strips][Rows][2];
     for (auto& part : sum)
-        for (auto& row : part) row[0] = row[1] = _mm512_setzero_ps();
+        for (auto& one : part)
+            for (auto& row : one) row[0] = row[1] = _mm512_setzero_ps();
+    const size_t strip_bytes = (size_t)num_pairs * 128;
     // padded_inner is a multiple of 32, so there are whole rounds.
     for (int pair = 0; pair < num_pairs; pair += Unroll) {
 #pragma GCC unroll 4
         for (int u = 0; u < Unroll; ++u) {
-            const uint8_t* line = strip + (size_t)(pair + u) * 128;
-            _mm_prefetch((const char*)line + kPrefetchBytes, _MM_HINT_T0);
-            _mm_prefetch((const char*)line + kPrefetchBytes + 64, _MM_HINT_T0);
-            const __m512i w0 = _mm512_load_si512(line), w1 = _mm512_load_si512(line + 64);
+#pragma GCC unroll 4
+            for (int s = 0; s < Strips; ++s) {
+                const uint8_t* line = strip + s * strip_bytes + (size_t)(pair + u) * 128;
+                _mm_prefetch((const char*)line + kPrefetchBytes, _MM_HINT_T0);
+                _mm_prefetch((const char*)line + kPrefetchBytes + 64, _MM_HINT_T0);
+                const __m512i w0 = _mm512_load_si512(line), w1 = _mm512_load_si512(line + 64);
 #pragma GCC unroll 12
-            for (int r = 0; r < Rows; ++r) {
-                const __m512i a = broadcast4(x + (size_t)r * stride + 2 * (pair + u));
-                sum[u][r][0] = dot_bf16(sum[u][r][0], w0, a);
-                sum[u][r][1] = dot_bf16(sum[u][r][1], w1, a);
+                for (int r = 0; r < Rows; ++r) {
+                    const __m512i a = broadcast4(x + (size_t)r * stride + 2 * (pair + u));
+                    sum[u][s][r][0] = dot_bf16(sum[u][s][r][0], w0, a);
+                    sum[u][s][r][1] = dot_bf16(sum[u][s][r][1], w1, a);
+                }
             }
         }
     }
+    for (int s = 0; s < Strips; ++s)
 #pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r)
-        for (int h = 0; h < 2; ++h) {
-            __m512 total = sum[0][r][h];
-            for (int u = 1; u < Unroll; ++u) total = _mm512_add_ps(total, sum[u][r][h]);
-            _mm512_storeu_ps(out + r * kStrip + h * 16, total);
-        }
+        for (int r = 0; r < Rows; ++r)
+            for (int h = 0; h < 2; ++h) {
+                __m512 total = sum[0][s][r][h];
+                for (int u = 1; u < Unroll; ++u) total = _mm512_add_ps(total, sum[u][s][r][h]);
+                _mm512_storeu_ps(out + (s * Rows + r) * kStrip + h * 16, total);
+            }
 }
 
 void bf16_block(const uint8_t* strip, const uint16_t* x, int stride, int num_pairs, int rows, float* out) {
@@ -298,16 +307,6 @@ void tile_block(const uint8_t* strip, const uint16_t* x, int stride, int padded_
     _tile_stored(1, out + 16, 4 * kStrip);
 }
 
-}  // namespace
-
-bool uses_int8(Format format, int num_rows, int isa) {
-    return format != Format::kBf16 && !uses_tiles(format, num_rows, isa);
-}
-
-size_t product_scratch_bytes(const Matrix& matrix) {
-    return matrix.format == Format::kBf16 ? 0 : (size_t)matrix.padded_inner * kStrip * 2;
-}
-
 void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, int strip, int isa, uint8_t* scratch,
                     const Sink& sink) {
     alignas(64) float values[kRowBlock * kStrip];
@@ -331,6 +330,40 @@ void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, in
         }
         sink.take(strip, first, rows, values);
     }
+}
+
+}  // namespace
+
+bool uses_int8(Format format, int num_rows, int isa) {
+    return format != Format::kBf16 && !uses_tiles(format, num_rows, isa);
+}
+
+size_t product_scratch_bytes(const Matrix& matrix) {
+    return matrix.format == Format::kBf16 ? 0 : (size_t)matrix.padded_inner * kStrip * 2;
+}
+
+void multiply_strips(const Matrix& matrix, const Activations& x, int num_rows, int strip, int end, int isa,
+                     uint8_t* scratch, const Sink& sink) {
+    constexpr int kTogether = 2;
+    if (num_rows == 1 && matrix.format == Format::kBf16) {
+        alignas(64) float values[kTogether * kStrip];
+        for (; strip + kTogether <= end; strip += kTogether) {
+            bf16_rows<1, 2, kTogether>(matrix.strip(strip), x.bf16, x.stride, matrix.padded_inner / 2, values);
+            for (int s = 0; s < kTogether; ++s) sink.take(strip + s, 0, 1, values + s * kStrip);
+        }
+    }
+    for (; strip < end; ++strip) multiply_strip(matrix, x, num_rows, strip, isa, scratch, sink);
+}
+
+void read_bytes(const uint8_t* data, size_t num_bytes) {
+    __m512i sum[4] = {};
+    for (size_t at = 0; at < num_bytes; at += 256)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            _mm_prefetch((const char*)data + at + i * 64 + kReadAhead, _MM_HINT_T0);
+            sum[i] = _mm512_xor_si512(sum[i], _mm512_load_si512(data + at + i * 64));
+        }
+    for (auto& part : sum) __asm__ volatile("" : : "v"(part));
 }
 
 void quantize_row(const uint16_t* row, int padded_inner, int8_t* units, float* scales, int32_t* sums) {
