@@ -18,8 +18,8 @@ from quartet.services.executor.triton.tiles import (
 )
 
 # Dtype of the queries and of the cache, as Triton names them.
-_DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8e4nv"), ("fp16", "fp8e4nv"), ("fp32", "fp32"))
-_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8e4nv": 1}
+_DTYPES = (("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8e4nv"), ("fp16", "fp8e4nv"))
+_ITEMSIZE = {"bf16": 2, "fp16": 2, "fp8e4nv": 1}
 # Shapes whose expected times are stated: query heads, KV heads and head size of an 8B Llama.
 _HEADS, _KV_HEADS, _HEAD_SIZE = 32, 8, 128
 
@@ -31,10 +31,11 @@ def kernel_specs() -> Iterator[KernelSpec]:
             for block_size in BLOCK_SIZES:
                 for group in (16, MAX_GROUP):
                     yield _decode_spec(dtype, kv_dtype, head_size, block_size, group)
-                for has_window in (False, True):
-                    yield _prefill_spec(dtype, kv_dtype, head_size, block_size, has_window)
+                for capability in _capabilities(kv_dtype):
+                    for has_window in (False, True):
+                        yield _prefill_spec(dtype, kv_dtype, head_size, block_size, has_window, capability)
             yield _write_spec(dtype, kv_dtype, head_size)
-    for dtype in ("bf16", "fp16", "fp32"):
+    for dtype in ("bf16", "fp16"):
         for head_size in HEAD_SIZES:
             yield _reduce_spec(dtype, head_size)
 
@@ -126,12 +127,15 @@ def _decode_work(kv_dtype: str) -> Iterator[Work]:
         yield Work(f"{num_rows} x {context} tokens", kv_bytes + query_bytes, operations)
 
 
-def _prefill_spec(dtype: str, kv_dtype: str, head_size: int, block_size: int, has_window: bool) -> KernelSpec:
-    tile = prefill_tile(head_size, _ITEMSIZE[kv_dtype])
+def _prefill_spec(
+    dtype: str, kv_dtype: str, head_size: int, block_size: int, has_window: bool, capability: int
+) -> KernelSpec:
+    tile = prefill_tile(head_size, _ITEMSIZE[kv_dtype], capability)
     is_quick = _is_quick(dtype, kv_dtype, head_size, block_size)
     quick = is_quick and has_window == (head_size in (64, 80))
     return KernelSpec(
-        name=f"paged_prefill {dtype}/{kv_dtype} head {head_size} block {block_size}{' window' if has_window else ''}",
+        name=f"paged_prefill {dtype}/{kv_dtype} head {head_size} block {block_size}"
+        f"{' window' if has_window else ''} sm_{capability}",
         fn=paged_prefill.paged_prefill_kernel,
         signature={
             "out": f"*{dtype}",
@@ -165,9 +169,9 @@ def _prefill_spec(dtype: str, kv_dtype: str, head_size: int, block_size: int, ha
         divisible_by_16=("out", "query", "keys", "values", "query_stride", "kv_stride"),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        capabilities=_capabilities(kv_dtype),
+        capabilities=(capability,),
         quick=quick,
-        work=tuple(_prefill_work(kv_dtype)) if quick and head_size == _HEAD_SIZE else (),
+        work=tuple(_prefill_work(kv_dtype)) if quick and head_size == _HEAD_SIZE and capability == 90 else (),
     )
 
 

@@ -24,8 +24,9 @@ from quartet.services.executor.triton.tiles import (
 FP8 = torch.float8_e4m3fn
 # Longer than any context: a window of all.
 _NO_WINDOW = 1 << 30
-# Multiprocessors taken for granted where no GPU is: the interpreter's plans then have a few parts.
+# Taken for granted where no GPU is: the interpreter's plans then have a few parts, and its tiles are Hopper's.
 _INTERPRETED_PROCESSORS = 2
+_INTERPRETED_CAPABILITY = 90
 
 
 def why_not(
@@ -49,6 +50,8 @@ def why_not(
     kv_dtype = kv_dtype or dtype
     if kv_dtype not in (dtype, FP8):
         return f"the Triton kernels take KV memory in {_name(dtype)} or float8_e4m3fn here, not {_name(kv_dtype)}"
+    if capability is not None and dtype == torch.float32:
+        return "the Triton kernels compute in bfloat16 or float16 on a GPU, not float32"
     if capability is not None and capability < 80:
         return f"the Triton kernels need a GPU of compute capability 8.0 or more, not {capability / 10}"
     if capability is not None and kv_dtype == FP8 and capability < 89:
@@ -79,12 +82,14 @@ class TritonAttention:
     ) -> None:
         device = torch.device(device)
         if device.type == "cuda":
-            num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+            properties = torch.cuda.get_device_properties(device)
+            num_processors = properties.multi_processor_count
+            capability = 10 * properties.major + properties.minor
         else:
-            num_processors = _INTERPRETED_PROCESSORS
+            num_processors, capability = _INTERPRETED_PROCESSORS, _INTERPRETED_CAPABILITY
         group = config.num_heads // config.num_kv_heads
         self._decode_tile = decode_tile(config.head_size, group, kv_dtype.itemsize)
-        self._prefill_tile = prefill_tile(config.head_size, kv_dtype.itemsize)
+        self._prefill_tile = prefill_tile(config.head_size, kv_dtype.itemsize, capability)
         self._num_parts = decode_parts(config.num_kv_heads, num_processors)
         max_parts = self._num_parts + max_num_seqs
         self._plans = {

@@ -28,21 +28,24 @@ def padded(size: int) -> int:
 
 
 def decode_tile(head_size: int, group: int, kv_itemsize: int) -> Tile:
-    """Memory-bound: deep pipelines of small tiles, so that two or more programs share a processor.
+    """Memory-bound: two stages of keys and values are in flight while a third is computed with, in tiles
+    so small that two or more programs share a processor."""
+    wide = padded(head_size) > 128
+    return Tile(
+        block_m=max(16, padded(group)),
+        block_n=32 if wide or kv_itemsize > 2 else 64,
+        num_warps=8 if kv_itemsize == 1 and head_size > 64 else 4,
+        num_stages=3,
+    )
 
-    Two stages of keys and values are in flight while a third is computed with.
-    """
-    block_n = 32 if padded(head_size) * kv_itemsize > 256 else 64
-    return Tile(block_m=max(16, padded(group)), block_n=block_n, num_warps=4, num_stages=3)
 
-
-def prefill_tile(head_size: int, kv_itemsize: int) -> Tile:
-    """Bound by the matrix units: as many rows as registers hold."""
-    if kv_itemsize > 2:
-        return Tile(block_m=64, block_n=32, num_warps=8, num_stages=2)
-    if padded(head_size) > 128:
-        return Tile(block_m=128, block_n=32, num_warps=8, num_stages=3)
-    return Tile(block_m=128, block_n=64, num_warps=8, num_stages=3)
+def prefill_tile(head_size: int, kv_itemsize: int, capability: int) -> Tile:
+    """Bound by the matrix units: as many rows and keys as fit in registers (no configuration may spill).
+    Hopper's units and later ones read keys and values from shared memory; before, they took registers too."""
+    wide = padded(head_size) > 128
+    few_rows = kv_itemsize > 2 or (capability < 90 and head_size > 64) or (wide and kv_itemsize == 1)
+    block_n = 32 if wide or kv_itemsize > 2 else 128 if capability >= 100 and head_size == 64 else 64
+    return Tile(block_m=64 if few_rows else 128, block_n=block_n, num_warps=8, num_stages=3)
 
 
 # A part of a decode row is not worth a program of its own below this many tiles of keys.
