@@ -17,6 +17,8 @@ from quartet.shared.messages import StepPlan
 from quartet.shared.sampling_params import NO_CAPS, InvalidField, TextParams, validate
 
 _MAX_BIT_SET_BYTES = 2**16 // 8
+# In token_ids: drawn by a step whose result is not here yet.
+UNKNOWN = -1
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -27,7 +29,8 @@ class Step:
     """What an applied plan computes, rows in batch order (decode rows first).
 
     rows, counts [R]: req_index and its number of tokens; starts [R]: the position of its first one;
-    samples [R]: whether the row samples; slot_mapping [T].
+    samples [R]: whether the row samples; slot_mapping [T]. sampled_rows, output_indices [S]: the rows that
+    sample, and the place of the token to draw among their outputs.
     """
 
     rows: IntArray
@@ -36,6 +39,8 @@ class Step:
     samples: BoolArray
     num_decodes: int
     slot_mapping: IntArray
+    sampled_rows: IntArray
+    output_indices: IntArray
 
 
 class InputBatch:
@@ -61,6 +66,8 @@ class InputBatch:
         # One more than fits the context: the token sampled at its last position.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.in_use = np.zeros(max_num_seqs, bool)
+        # Counts the row's occupants: what belongs to an earlier one is not to touch the next.
+        self.generation = np.zeros(max_num_seqs, np.int64)
         self.failed = np.zeros(max_num_seqs, bool)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
@@ -89,21 +96,25 @@ class InputBatch:
         counts = np.concatenate([np.ones(len(columns.decode_rows), np.int64), columns.prefill_counts])
         starts = self.num_computed_tokens[rows]
         self.num_computed_tokens[rows] += counts
-        flat_rows, positions = _flatten(rows, starts, counts)
+        flat_rows, positions = flatten(rows, starts, counts)
+        samples = self.num_computed_tokens[rows] == self.num_tokens[rows]
+        sampled_rows = rows[samples]
         return Step(
             rows=rows,
             counts=counts,
             starts=starts,
-            samples=self.num_computed_tokens[rows] == self.num_tokens[rows],
+            samples=samples,
             num_decodes=len(columns.decode_rows),
             slot_mapping=self.block_table.slots(flat_rows, positions),
+            sampled_rows=sampled_rows,
+            output_indices=self.num_tokens[sampled_rows] - self.num_prompt_tokens[sampled_rows],
         )
 
     def forward_batch(self, step: Step, device: torch.device) -> ForwardBatch:
         """The step as the model is told it; one row samples at its last token."""
         query_start_loc = np.zeros(len(step.rows) + 1, np.int32)
         np.cumsum(step.counts, out=query_start_loc[1:])
-        flat_rows, positions = _flatten(step.rows, step.starts, step.counts)
+        flat_rows, positions = flatten(step.rows, step.starts, step.counts)
         seq_lens = step.starts + step.counts
 
         def on_device(array: npt.NDArray[np.generic]) -> torch.Tensor:
@@ -122,11 +133,16 @@ class InputBatch:
             seq_lens_list=seq_lens.tolist(),
         )
 
-    def append_sampled(self, rows: IntArray, token_ids: IntArray, failed: BoolArray) -> None:
-        """Stores each row's new token. A failed row gets a stand-in, so that plans already made for it hold."""
-        self.failed[rows] |= failed
-        self.token_ids[rows, self.num_tokens[rows]] = np.where(failed, 0, token_ids)
+    def expect_sampled(self, rows: IntArray) -> None:
+        """Each of `rows` has one token more, which is UNKNOWN until `store_sampled` tells it."""
+        self.token_ids[rows, self.num_tokens[rows]] = UNKNOWN
         self.num_tokens[rows] += 1
+
+    def store_sampled(self, rows: IntArray, places: IntArray, token_ids: IntArray, failed: BoolArray) -> None:
+        """The tokens that `expect_sampled` made place for, `places` [N] in their rows. A failed row gets a
+        stand-in, so that plans already made for it hold."""
+        self.failed[rows] |= failed
+        self.token_ids[rows, places] = np.where(failed, 0, token_ids)
         if failed.any():
             rows, token_ids = rows[~failed], token_ids[~failed]
         self.sampling.append(rows, token_ids)
@@ -136,6 +152,7 @@ class InputBatch:
     def _remove(self, rows: IntArray) -> None:
         if len(rows):
             self.in_use[rows] = False
+            self.generation[rows] += 1
             self.block_table.clear(rows)
             self.sampling.remove(rows.tolist())
 
@@ -257,7 +274,7 @@ class InputBatch:
             raise PlanError(f"block ids {block_ids.min()}..{block_ids.max()} are not all in 1..{self.num_blocks}")
 
 
-def _flatten(rows: IntArray, starts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
+def flatten(rows: IntArray, starts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
     """([T] row, [T] position) of every token of the step."""
     ends = counts.cumsum()
     flat_rows = np.repeat(rows, counts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 from quartet.services.executor.plan_columns import PlanError
@@ -11,6 +13,20 @@ from quartet.shared.messages import Granted, Message, PlanRefused, StepFailed, S
 _log = get_logger()
 
 
+class PendingStep(Protocol):
+    """A step that has been launched."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether result() would not wait."""
+
+    def wait(self) -> None:
+        """Until it is ready. May be called in any thread; never raises what result() would."""
+
+    def result(self) -> Message:
+        """Its answer; to be called once, in the order of the steps."""
+
+
 class Runner(Protocol):
     """See ModelRunner."""
 
@@ -18,13 +34,29 @@ class Runner(Protocol):
 
     def offers(self) -> tuple[bytes, bytes]: ...
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> PendingStep: ...
+
+
+@dataclass(slots=True)
+class AnsweredStep:
+    """A PendingStep that has its answer, which still comes after those of earlier ones."""
+
+    answer: Message
+    is_ready: bool = True
+
+    def wait(self) -> None:
+        pass
+
+    def result(self) -> Message:
+        return self.answer
 
 
 class ExecutorLoop:
     """Grants epochs and runs the plans of the current one, numbered without gaps from 0.
 
-    After a refused plan or a failed step nothing runs until the next takeover.
+    A plan may be launched while earlier ones are still computed: `in_flight` holds those whose answer is due,
+    oldest first. After a refused plan or a failed step nothing runs until the next
+    takeover.
     """
 
     def __init__(self, runner: Runner, first_epoch: int) -> None:
@@ -33,11 +65,12 @@ class ExecutorLoop:
         self._epoch = first_epoch - 1
         self._next_step_id = 0
         self._accepts_plans = False
+        self.in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.num_steps = 0
         self.num_plans_dropped = 0
 
     def handle(self, message: Message) -> Message | None:
-        """The answer to send back, if any."""
+        """The answer to send back now, if any. A step whose answer is not here yet is in `in_flight`."""
         match message:
             case Takeover():
                 return self._takeover(message)
@@ -47,6 +80,7 @@ class ExecutorLoop:
         return None
 
     def _takeover(self, message: Takeover) -> Granted:
+        self.in_flight.clear()
         self._runner.reset()
         self._epoch += 1
         self._next_step_id = 0
@@ -70,16 +104,34 @@ class ExecutorLoop:
         if plan.step_id != self._next_step_id:
             return self._refuse(plan, f"step {plan.step_id} came where step {self._next_step_id} was due")
         try:
-            result = self._runner.execute(plan)
+            step = self._runner.launch(plan)
         except PlanError as error:
-            return self._refuse(plan, str(error))
+            return self._in_order(plan, AnsweredStep(self._refuse(plan, str(error))))
         except Exception as error:
-            _log.exception("step failed", epoch=plan.epoch, step_id=plan.step_id)
-            self._accepts_plans = False
-            return StepFailed(plan.epoch, plan.step_id, f"{type(error).__name__}: {error}")
+            return self._in_order(plan, AnsweredStep(self._fail(plan, error)))
         self._next_step_id += 1
-        self.num_steps += 1
+        return self._in_order(plan, step)
+
+    def finish(self) -> Message:
+        """The answer of the oldest step in flight; waits where it is not ready."""
+        plan, step = self.in_flight.popleft()
+        try:
+            result = step.result()
+        except Exception as error:
+            self.in_flight.clear()
+            return self._fail(plan, error)
+        self.num_steps += isinstance(result, StepResult)
         return result
+
+    def _in_order(self, plan: StepPlan, step: PendingStep) -> Message | None:
+        """Its answer, where there is nothing to wait for."""
+        self.in_flight.append((plan, step))
+        return self.finish() if len(self.in_flight) == 1 and step.is_ready else None
+
+    def _fail(self, plan: StepPlan, error: Exception) -> StepFailed:
+        _log.error("step failed", epoch=plan.epoch, step_id=plan.step_id, exc_info=error)
+        self._accepts_plans = False
+        return StepFailed(plan.epoch, plan.step_id, f"{type(error).__name__}: {error}")
 
     def _refuse(self, plan: StepPlan, reason: str) -> PlanRefused:
         _log.error("plan refused", epoch=plan.epoch, step_id=plan.step_id, reason=reason)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quartet.services.executor.attention.interface import AttentionBackend
 from quartet.services.executor.block_hashes import BlockHashes
-from quartet.services.executor.forward_batch import ForwardBatch
+from quartet.services.executor.engine import Engine, Forward, PendingSample
 from quartet.services.executor.input_batch import InputBatch, Step
-from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.logprobs import gather_logprobs
-from quartet.services.executor.sampler import SamplerOutput, sample
-from quartet.services.executor.step_times import StepTimes
+from quartet.services.executor.sampler import SamplerOutput
 from quartet.shared.block_hash import hash_root
 from quartet.shared.messages import (
     FAILED_TOKEN_ID,
@@ -28,38 +25,21 @@ from quartet.shared.messages import (
 from quartet.shared.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 # Prompt log-probabilities are taken in slices of at most this many logits (64 MiB of float32).
 _MAX_LOGITS = 2**24
 
 
-class Model(Protocol):
-    """What the runner needs of a decoder: hidden states [T, H], and logits [S, V] float32 of some of them."""
-
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor: ...
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
 class ModelRunner:
-    """Owns rows, block hashes and KV memory. After execute() raised anything but PlanError, only reset()
+    """Owns rows and block hashes. After a launch or a result raised anything but PlanError, only reset()
     leads on."""
 
-    def __init__(
-        self,
-        model: Model,
-        kv_cache: KVCache,
-        attention: AttentionBackend,
-        batch: InputBatch,
-        device: torch.device,
-        times: StepTimes | None = None,
-    ) -> None:
-        self.times = StepTimes() if times is None else times
-        self._model = model
-        self._kv_cache = kv_cache
-        self._attention = attention
+    def __init__(self, engine: Engine, batch: InputBatch) -> None:
+        """`engine` computes the steps of `batch`."""
+        self.times = engine.times
+        self._engine = engine
         self._batch = batch
-        self._device = device
         self._block_size = batch.block_table.block_size
         self._hashes = BlockHashes(batch.num_blocks, batch.max_num_seqs, self._block_size)
 
@@ -72,32 +52,58 @@ class ModelRunner:
         """Blocks that hold a whole known prefix; see `Granted`."""
         return self._hashes.offers()
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Raises PlanError, having changed nothing, when the plan cannot be applied."""
+        """`launch` and its result."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Raises PlanError, having changed nothing, when the plan cannot be applied. The next plan may be
+        launched before this one's result is asked for, unless it gives a row away that this one names."""
         step = self._batch.apply(plan)
         for row in plan.new_rows:
             self._hashes.start_row(row.req_index, row.hash_root, row.num_computed_tokens)
+        self._engine.add_rows([row.req_index for row in plan.new_rows])
         result = StepResult(plan.epoch, plan.step_id, b"")
+        launched = LaunchedStep(self, result, step, self._batch.generation[step.rows])
         if not len(step.rows):
-            return result
+            return launched
         self._hashes.erase(step.slot_mapping // self._block_size)
-
-        batch = self._batch.forward_batch(step, self._device)
-        self.times.count(len(step.slot_mapping), int(np.count_nonzero(step.samples)))
-        self.times.spent("host")
-        self._attention.prepare(batch)
-        hidden = self._model.forward(batch, self._kv_cache, self._attention)
+        self.times.count(len(step.slot_mapping), len(step.sampled_rows))
+        forward = self._engine.forward(step)
         self.times.spent("forward")
-        result.prompt_logprobs = self._prompt_logprobs(step, batch, hidden)
+        result.prompt_logprobs = self._prompt_logprobs(step, forward)
         self.times.spent("logits")
-        if step.samples.any():
-            self._sample(result, step, batch, hidden)
-        # What a failed row wrote is not to be trusted.
-        whole = ~self._batch.failed[step.rows]
-        rows = step.rows[whole]
-        self._hashes.record(rows, (step.starts + step.counts)[whole], self._batch.block_table, self._batch.token_ids)
+        if len(step.sampled_rows):
+            launched.places = self._batch.num_tokens[step.sampled_rows]
+            launched.sample = self._engine.sample(step, forward)
+            self._batch.expect_sampled(step.sampled_rows)
+            self.times.spent("sampling")
+        return launched
+
+    def finish(self, launched: LaunchedStep) -> StepResult:
+        """What a step leaves once its tokens are known; see LaunchedStep.result."""
+        result, step, batch = launched.step_result, launched.step, self._batch
+        # Rows that a later plan has removed already are nobody's, or another request's.
+        kept = batch.generation[step.rows] == launched.generation
+        if launched.sample is not None:
+            self._store(result, launched, launched.sample.output(), kept[step.samples])
+        if len(step.rows):
+            # What a failed row wrote is not to be trusted.
+            whole = kept & ~batch.failed[step.rows]
+            ends = (step.starts + step.counts)[whole]
+            self._hashes.record(step.rows[whole], ends, batch.block_table, batch.token_ids)
         return result
+
+    def _store(self, result: StepResult, launched: LaunchedStep, output: SamplerOutput, kept: BoolArray) -> None:
+        rows = launched.step.sampled_rows
+        failed = output.failed | (self._batch.failed[rows] & kept)
+        self._batch.store_sampled(rows[kept], launched.places[kept], output.token_ids[kept], failed[kept])
+        self.times.spent("sampling")
+        result.token_ids = np.where(failed, FAILED_TOKEN_ID, output.token_ids).astype("<u4").tobytes()
+        result.logprobs = output.logprobs
+        if failed.any():
+            _report_failures(result, output, rows, failed)
 
     def warm_up(self) -> None:
         """Runs a prefill and a decode step on made-up tokens, so that no request pays for first-time work."""
@@ -125,21 +131,7 @@ class ModelRunner:
         self._hashes.clear()
         self.times.clear()
 
-    def _sample(self, result: StepResult, step: Step, batch: ForwardBatch, hidden: torch.Tensor) -> None:
-        rows = step.rows[step.samples]
-        output_indices = self._batch.num_tokens[rows] - self._batch.num_prompt_tokens[rows]
-        logits = self._model.compute_logits(hidden[batch.logits_indices])
-        self.times.spent("logits")
-        output = sample(logits, self._batch.sampling, rows, output_indices)
-        failed = output.failed | self._batch.failed[rows]
-        self._batch.append_sampled(rows, output.token_ids, failed)
-        self.times.spent("sampling")
-        result.token_ids = np.where(failed, FAILED_TOKEN_ID, output.token_ids).astype("<u4").tobytes()
-        result.logprobs = output.logprobs
-        if failed.any():
-            _report_failures(result, output, rows, failed)
-
-    def _prompt_logprobs(self, step: Step, batch: ForwardBatch, hidden: torch.Tensor) -> list[RowPromptLogprobs]:
+    def _prompt_logprobs(self, step: Step, forward: Forward) -> list[RowPromptLogprobs]:
         """A token's entry comes with the step that computes the token before it; position 0 has none."""
         rows = self._batch
         wanted = np.flatnonzero(
@@ -155,10 +147,10 @@ class ModelRunner:
             entries: list[TokenLogprobs | None] = []
             if start == 0 and due == 0:
                 entries.append(None)
-            offset = batch.query_start_loc_list[place] - start - 1
+            offset = forward.query_start_loc[place] - start - 1
             targets = rows.token_ids[req_index, first:last].astype(np.int64)
             entries += self._score(
-                hidden[first + offset : last + offset], targets, int(rows.num_prompt_logprobs[req_index])
+                forward.hidden[first + offset : last + offset], targets, int(rows.num_prompt_logprobs[req_index])
             )
             if entries:
                 results.append(RowPromptLogprobs(req_index, first - (entries[0] is None), entries))
@@ -170,10 +162,34 @@ class ModelRunner:
         size = max(1, _MAX_LOGITS // vocab_size)
         entries = []
         for i in range(0, len(targets), size):
-            logits = self._model.compute_logits(hidden[i : i + size])[:, :vocab_size]
+            logits = self._engine.compute_logits(hidden[i : i + size])[:, :vocab_size]
             part = targets[i : i + size]
             entries += gather_logprobs(logits, part, np.full(len(part), num_top))
         return entries
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A loop.PendingStep. generation [R]: of its rows when it was launched; places [S]: of the sampled tokens."""
+
+    runner: ModelRunner
+    step_result: StepResult
+    step: Step
+    generation: IntArray
+    sample: PendingSample | None = None
+    places: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @property
+    def is_ready(self) -> bool:
+        return self.sample is None or self.sample.is_ready
+
+    def wait(self) -> None:
+        if self.sample is not None:
+            self.sample.wait()
+
+    def result(self) -> StepResult:
+        """To be called once, in the order of the steps."""
+        return self.runner.finish(self)
 
 
 def _report_failures(result: StepResult, output: SamplerOutput, rows: IntArray, failed: npt.NDArray[np.bool_]) -> None:

@@ -6,14 +6,16 @@ import os
 import queue
 import signal
 import time
+from collections import deque
 from types import FrameType
 
 from quartet.services.executor.loop import ExecutorLoop
 from quartet.services.executor.step_times import StepTimes
+from quartet.services.executor.step_waiter import StepWaiter
 from quartet.shared.link import Identity, Peer, Status
 from quartet.shared.liveness import StatusFile
 from quartet.shared.log import get_logger
-from quartet.shared.messages import AnyMessage, Role
+from quartet.shared.messages import AnyMessage, Role, Takeover
 from quartet.shared.transport import ThreadDialer
 
 DRAIN_DECISION = 0.3
@@ -41,6 +43,9 @@ class ExecutorService:
         self._loop = loop
         self._times = StepTimes() if times is None else times
         self._report_due = False
+        # Who waits for the answers of loop.in_flight, in its order.
+        self._askers: deque[Peer] = deque()
+        self._waiter = StepWaiter(lambda: self._inbox.put(None))
         self._inbox: queue.SimpleQueue[tuple[Peer, AnyMessage] | None] = queue.SimpleQueue()
         # Each is written by one thread only.
         self._num_received = 0
@@ -75,23 +80,47 @@ class ExecutorService:
             except queue.Empty:
                 continue
             self._times.spent("idle")
-            if item is None:  # a signal's, which ends the wait
+            if item is None:  # a signal's or a step's, which ends the wait
                 if self._report_due:
                     self._report_due = False
                     self._report()
-                continue
-            peer, message = item
-            if peer.alive:
-                answer = self._loop.handle(message)
-                if answer is not None:
-                    self._link.send(answer, peer)
-            self._num_handled += 1
+            else:
+                self._handle(*item)
+            self._answer_finished()
             self._times.spent("host")
+        self._waiter.close()
         self._link.close()
         if self._status_file is not None:
             self._status_file.remove()
         self._report()
         _log.info("stopped", num_steps=self._loop.num_steps)
+
+    def _handle(self, peer: Peer, message: AnyMessage) -> None:
+        if not peer.alive:
+            self._num_handled += 1
+            return
+        answer = self._loop.handle(message)
+        if isinstance(message, Takeover):
+            self._num_handled += len(self._askers)
+            self._askers.clear()
+        if answer is None and len(self._loop.in_flight) > len(self._askers):
+            self._askers.append(peer)
+            self._waiter.wait_for(self._loop.in_flight[-1][1])
+            return
+        if answer is not None:
+            self._link.send(answer, peer)
+        self._num_handled += 1
+
+    def _answer_finished(self) -> None:
+        """Of the steps in flight, in order."""
+        while self._askers and (not self._loop.in_flight or self._loop.in_flight[0][1].is_ready):
+            peer = self._askers.popleft()
+            # A failure takes with it what was in flight after it.
+            if self._loop.in_flight and peer.alive:
+                self._link.send(self._loop.finish(), peer)
+            elif self._loop.in_flight:
+                self._loop.finish()
+            self._num_handled += 1
 
     def _status(self) -> Status:
         # handled first: read the other way round, outstanding could come out negative.
@@ -104,7 +133,7 @@ class ExecutorService:
         )
 
     def _may_leave(self) -> bool:
-        if not self._stopping or not self._inbox.empty():
+        if not self._stopping or not self._inbox.empty() or self._askers:
             return False
         waited, scheduler = time.monotonic() - self._stopped_at, self._link.peer
         if scheduler is None or not scheduler.alive or waited > self._drain_timeout:

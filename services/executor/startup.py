@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from quartet.services.executor.attention.torch_paged import TorchPagedAttention
+from quartet.services.executor.engine import Model, TorchEngine
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
-from quartet.services.executor.model_runner import Model, ModelRunner
+from quartet.services.executor.model_runner import ModelRunner
 from quartet.services.executor.models.config import ModelConfig, ModelError
 from quartet.services.executor.native.decoder import NativeDecoder, Quantization, why_not
 from quartet.services.executor.native.library import Isa, detect_isa
@@ -57,7 +58,8 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
         vocab_size=config.vocab_size,
     )
     times = StepTimes(decoder.times) if isinstance(decoder, NativeDecoder) else StepTimes()
-    runner = ModelRunner(decoder, kv_cache, TorchPagedAttention(), batch, device, times)
+    engine = TorchEngine(decoder, kv_cache, TorchPagedAttention(), batch, device, times)
+    runner = ModelRunner(engine, batch)
     started = time.monotonic()
     runner.warm_up()
     _log.info("warmed up", seconds=round(time.monotonic() - started, 2))

@@ -10,16 +10,16 @@ from quartet.services.executor.__main__ import main
 from quartet.services.executor.model_runner import ModelRunner
 
 POISON = int(os.environ.pop("POISON_TOKEN_ID"))
-execute = ModelRunner.execute
+launch = ModelRunner.launch
 
 
-def execute_unless_poisoned(self: ModelRunner, plan: Any) -> Any:
+def launch_unless_poisoned(self: ModelRunner, plan: Any) -> Any:
     for row in plan.new_rows:
         if POISON in np.frombuffer(row.token_ids, "<u4"):
             print("poisoned", file=sys.stderr, flush=True)
             os._exit(70)
-    return execute(self, plan)
+    return launch(self, plan)
 
 
-ModelRunner.execute = execute_unless_poisoned
+ModelRunner.launch = launch_unless_poisoned
 main()

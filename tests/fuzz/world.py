@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quartet.services.executor.engine import TorchEngine
 from quartet.services.executor.forward_batch import ForwardBatch
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.loop import ExecutorLoop
@@ -132,7 +133,7 @@ def make_executor() -> ExecutorLoop:
     )
     nothing: Any = None
     attention: Any = FakeAttention()
-    return ExecutorLoop(ModelRunner(FakeModel(), nothing, attention, batch, torch.device("cpu")), 1)
+    return ExecutorLoop(ModelRunner(TorchEngine(FakeModel(), nothing, attention, batch, torch.device("cpu")), batch), 1)
 
 
 def check_number(value: float) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from quartet.services.executor.attention.torch_paged import TorchPagedAttention
+from quartet.services.executor.engine import TorchEngine
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.loop import ExecutorLoop
@@ -64,7 +65,8 @@ class Engine:
         cache = KVCache(self.config, num_blocks, 16, decoder.dtype, device)
         for pool in cache.keys + cache.values:
             pool.fill_(float("nan"))
-        self.executor = ExecutorLoop(ModelRunner(decoder, cache, TorchPagedAttention(), batch, device), 1)
+        engine = TorchEngine(decoder, cache, TorchPagedAttention(), batch, device)
+        self.executor = ExecutorLoop(ModelRunner(engine, batch), 1)
         self.model = ModelInfo(
             "m", "f", self.config.vocab_size, max_model_len, num_blocks, 16, max_num_seqs, budget, dtype, "cpu"
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from quartet.services.executor.loop import AnsweredStep
 from quartet.services.scheduler.plan import pack_u32, unpack_u16, unpack_u32
 from quartet.shared.block_hash import block_hash, hash_root, pack_token_ids
 from quartet.shared.messages import (
@@ -114,6 +115,9 @@ class FakeRunner:
 
     def offers(self) -> tuple[bytes, bytes]:
         return pack_u32(list(self.hashes)), b"".join(self.hashes.values())
+
+    def launch(self, plan: StepPlan) -> AnsweredStep:
+        return AnsweredStep(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
         work = self._apply(plan)

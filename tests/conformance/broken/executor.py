@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quartet.services.executor import __main__, model_runner, noise, sampler
+from quartet.services.executor import __main__, noise, sampler
 from quartet.services.executor.block_hashes import BlockHashes, _Chain
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.loop import ExecutorLoop
@@ -67,9 +67,9 @@ def goes_on_after_a_refusal() -> None:
 
 
 def applies_before_it_checks() -> None:
-    original = ModelRunner.execute
+    original = ModelRunner.launch
 
-    def execute(self: ModelRunner, plan: Any) -> Any:
+    def launch(self: ModelRunner, plan: Any) -> Any:
         try:
             return original(self, plan)
         except PlanError:
@@ -78,7 +78,7 @@ def applies_before_it_checks() -> None:
                 self._hashes.erase(np.minimum(np.concatenate(ids), self._batch.num_blocks))
             raise
 
-    ModelRunner.execute = execute  # type: ignore[method-assign]
+    ModelRunner.launch = launch  # type: ignore[method-assign]
 
 
 def takes_block_0() -> None:
@@ -86,14 +86,16 @@ def takes_block_0() -> None:
 
 
 def sorts_prefill_rows() -> None:
-    original = model_runner.ModelRunner._sample
+    original = ModelRunner.finish
 
-    def sample_rows(self: ModelRunner, result: Any, step: Any, batch: Any, hidden: Any) -> None:
-        original(self, result, step, batch, hidden)
-        order = np.argsort(step.rows[step.samples], kind="stable")
-        result.token_ids = np.frombuffer(result.token_ids, "<u4")[order].tobytes()
+    def finish(self: ModelRunner, launched: Any) -> Any:
+        result = original(self, launched)
+        order = np.argsort(launched.step.sampled_rows, kind="stable")
+        if len(order):
+            result.token_ids = np.frombuffer(result.token_ids, "<u4")[order].tobytes()
+        return result
 
-    ModelRunner._sample = sample_rows  # type: ignore[method-assign]
+    ModelRunner.finish = finish  # type: ignore[method-assign]
 
 
 def offers_half_written_blocks() -> None:

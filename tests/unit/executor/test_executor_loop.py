@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from quartet.services.executor.loop import ExecutorLoop
+from quartet.services.executor.loop import AnsweredStep, ExecutorLoop
 from quartet.services.executor.plan_columns import PlanError
 from quartet.shared.messages import Granted, PlanRefused, Release, StepFailed, StepPlan, StepResult, Takeover
 
@@ -18,11 +18,11 @@ class FakeRunner:
     def offers(self) -> tuple[bytes, bytes]:
         return b"\1\0\0\0", b"h" * 32
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> AnsweredStep:
         self.calls.append(f"step {plan.step_id}")
         if self.raises is not None:
             raise self.raises
-        return StepResult(plan.epoch, plan.step_id, b"")
+        return AnsweredStep(StepResult(plan.epoch, plan.step_id, b""))
 
 
 @pytest.fixture
@@ -98,3 +98,64 @@ def test_after_a_failure_only_a_takeover_leads_on(
 
 def test_other_messages_are_dropped(loop: ExecutorLoop) -> None:
     assert loop.handle(Release(1, 1)) is None
+
+
+class LateStep:
+    """A PendingStep that is ready when it is told to be."""
+
+    def __init__(self, answer: StepResult | Exception) -> None:
+        self.answer = answer
+        self.is_ready = False
+
+    def wait(self) -> None: ...
+
+    def result(self) -> StepResult:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+class LateRunner(FakeRunner):
+    def launch(self, plan: StepPlan) -> LateStep:
+        return LateStep(self.raises or super().launch(plan).result())
+
+
+@pytest.fixture
+def late_loop(plans: Any) -> ExecutorLoop:
+    loop = ExecutorLoop(LateRunner(), first_epoch=100)
+    loop.handle(Takeover(7))
+    assert [loop.handle(plans.plan(i, epoch=100)) for i in range(2)] == [None, None]
+    return loop
+
+
+def test_steps_in_flight_are_answered_in_order(late_loop: ExecutorLoop, plans: Any) -> None:
+    assert [plan.step_id for plan, _ in late_loop.in_flight] == [0, 1]
+    refused = late_loop.handle(plans.plan(7, epoch=100))
+    assert isinstance(refused, PlanRefused)
+    assert late_loop.num_steps == 0
+    assert [late_loop.finish() for _ in range(2)] == [StepResult(100, 0, b""), StepResult(100, 1, b"")]
+    assert not late_loop.in_flight and late_loop.num_steps == 2
+
+
+def test_a_refusal_waits_for_the_steps_before_it(late_loop: ExecutorLoop, plans: Any) -> None:
+    def refuse(plan: StepPlan) -> Any:
+        raise PlanError("row 9 is not in use")
+
+    late_loop._runner.launch = refuse  # type: ignore[method-assign]
+    assert late_loop.handle(plans.plan(2, epoch=100)) is None
+    assert [type(late_loop.finish()) for _ in range(3)] == [StepResult, StepResult, PlanRefused]
+    assert late_loop.num_steps == 2
+
+
+def test_a_step_that_fails_takes_later_ones_with_it(late_loop: ExecutorLoop, plans: Any) -> None:
+    late_loop.in_flight[0][1].answer = RuntimeError("an illegal memory access")  # type: ignore[attr-defined]
+    failed = late_loop.finish()
+    assert isinstance(failed, StepFailed) and failed.step_id == 0
+    assert not late_loop.in_flight
+    assert late_loop.handle(plans.plan(2, epoch=100)) is None
+    assert isinstance(late_loop.handle(Takeover(7)), Granted)
+
+
+def test_a_takeover_drops_steps_in_flight(late_loop: ExecutorLoop) -> None:
+    assert isinstance(late_loop.handle(Takeover(8)), Granted)
+    assert not late_loop.in_flight

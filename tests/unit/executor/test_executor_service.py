@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import structlog
 
-from quartet.services.executor.loop import ExecutorLoop
+from quartet.services.executor.loop import AnsweredStep, ExecutorLoop
 from quartet.services.executor.service import ExecutorService
 from quartet.services.executor.step_times import StepTimes
 from quartet.shared.link import Identity, Peer, Status
@@ -26,8 +26,8 @@ class FakeRunner:
     def offers(self) -> tuple[bytes, bytes]:
         return b"", b""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return StepResult(plan.epoch, plan.step_id, b"")
+    def launch(self, plan: StepPlan) -> AnsweredStep:
+        return AnsweredStep(StepResult(plan.epoch, plan.step_id, b""))
 
 
 class FakeScheduler:
@@ -68,31 +68,34 @@ def keep_signals() -> Iterator[None]:
         signal.signal(signum, handler)
 
 
-@pytest.mark.timeout(30)
-def test_steps_run_and_sigterm_ends_the_service(tmp_path: Path, plans: Any, keep_signals: None) -> None:
+def serve(tmp_path: Path, fake: FakeScheduler, runner: Any, **arguments: Any) -> ExecutorLoop:
+    """Runs the service in this thread until `fake` has ended it."""
     address = f"ipc://{tmp_path}/x.sock"
     bound = threading.Event()
-    seen: list[str] = []
 
     async def scheduler() -> None:
-        fake = FakeScheduler(plans)
         binder = Binder(address, Identity(Role.SCHEDULER, "s"), fake, lambda: Status(0, 0, True))
         binder.start()
         bound.set()
         await fake.done.wait()
-        seen.extend(fake.seen)
         binder.close()
 
     thread = threading.Thread(target=lambda: asyncio.run(scheduler()))
     thread.start()
     bound.wait()
-    status_file = StatusFile(tmp_path / "executor.status")
-    loop = ExecutorLoop(FakeRunner(), first_epoch=5)
-    times = StepTimes()
-    with structlog.testing.capture_logs() as lines:
-        ExecutorService(loop, address, Identity(Role.EXECUTOR, "e"), status_file, times=times).run()
+    loop = ExecutorLoop(runner, first_epoch=5)
+    ExecutorService(loop, address, Identity(Role.EXECUTOR, "e"), **arguments).run()
     thread.join()
-    assert seen == ["Granted", "StepResult", "StepResult"]
+    return loop
+
+
+@pytest.mark.timeout(30)
+def test_steps_run_and_sigterm_ends_the_service(tmp_path: Path, plans: Any, keep_signals: None) -> None:
+    fake, times = FakeScheduler(plans), StepTimes()
+    status_file = StatusFile(tmp_path / "executor.status")
+    with structlog.testing.capture_logs() as lines:
+        loop = serve(tmp_path, fake, FakeRunner(), status_file=status_file, times=times)
+    assert fake.seen == ["Granted", "StepResult", "StepResult"]
     assert loop.num_steps == 2
     assert not status_file.path.exists()
     reports = [line for line in lines if line["event"] == "steps"]
@@ -100,3 +103,49 @@ def test_steps_run_and_sigterm_ends_the_service(tmp_path: Path, plans: Any, keep
     assert len(reports) == 2
     assert 0 < reports[0]["seconds"]["host"] <= reports[1]["seconds"]["host"]
     assert reports[1]["seconds"]["idle"] > 0
+
+
+class OverlappingRunner(FakeRunner):
+    """The first step ends only when the second one has been launched."""
+
+    def __init__(self) -> None:
+        self.launched = [threading.Event(), threading.Event()]
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.launched[plan.step_id].set()
+        return OverlappingStep(self.launched[1], super().launch(plan).answer)
+
+
+class OverlappingStep:
+    def __init__(self, until: threading.Event, answer: Any) -> None:
+        self.until, self.answer, self.is_ready = until, answer, False
+
+    def wait(self) -> None:
+        self.until.wait()
+        self.is_ready = True
+
+    def result(self) -> Any:
+        assert self.is_ready
+        return self.answer
+
+
+class HastyScheduler(FakeScheduler):
+    """Sends both plans at once."""
+
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        self.seen.append(type(message).__name__)
+        if isinstance(message, Granted):
+            for step_id in (0, 1):
+                peer.send(self.plans.plan(step_id, epoch=message.epoch))
+        elif isinstance(message, StepResult):
+            self.seen.append(str(message.step_id))
+            if message.step_id == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.timeout(30)
+def test_a_plan_is_launched_while_the_one_before_is_computed(tmp_path: Path, plans: Any, keep_signals: None) -> None:
+    fake = HastyScheduler(plans)
+    loop = serve(tmp_path, fake, OverlappingRunner(), status_file=None)
+    assert fake.seen == ["Granted", "StepResult", "0", "StepResult", "1"]
+    assert loop.num_steps == 2

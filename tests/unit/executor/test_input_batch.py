@@ -21,9 +21,14 @@ def batch() -> InputBatch:
     )
 
 
+def store(batch: InputBatch, rows: Any, token_ids: Any, failed: Any) -> None:
+    batch.expect_sampled(rows)
+    batch.store_sampled(rows, batch.num_tokens[rows] - 1, token_ids, failed)
+
+
 def sampled(batch: InputBatch, step: Step, token_ids: list[int]) -> None:
-    rows = step.rows[step.samples]
-    batch.append_sampled(rows, np.array(token_ids), np.zeros(len(rows), bool))
+    rows = step.sampled_rows
+    store(batch, rows, np.array(token_ids), np.zeros(len(rows), bool))
 
 
 def snapshot(batch: InputBatch) -> list[Any]:
@@ -99,7 +104,7 @@ def test_a_removed_row_leaves_nothing_to_its_successor(batch: InputBatch, plans:
 def test_a_failed_row_keeps_its_place_in_plans_under_way(batch: InputBatch, plans: Any) -> None:
     running(batch, plans)
     batch.apply(plans.plan(1, decode=[2]))
-    batch.append_sampled(np.array([2]), np.array([0xFFFFFFFF]), np.array([True]))
+    store(batch, np.array([2]), np.array([0xFFFFFFFF]), np.array([True]))
     batch.apply(plans.plan(2, decode=[2]))
     assert batch.failed[2]
     batch.apply(plans.plan(3, removed=[2], new=[plans.new_row(2, [1], [1])]))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from quartet.services.executor.engine import TorchEngine
 from quartet.services.executor.forward_batch import ForwardBatch
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.model_runner import ModelRunner
@@ -64,7 +65,7 @@ def runner(model: FakeModel) -> ModelRunner:
     )
     attention: Any = FakeAttention()
     kv_cache: Any = None
-    return ModelRunner(model, kv_cache, attention, batch, torch.device("cpu"))
+    return ModelRunner(TorchEngine(model, kv_cache, attention, batch, torch.device("cpu")), batch)
 
 
 def offered(runner: ModelRunner) -> set[int]:
@@ -271,4 +272,4 @@ def test_warm_up_fits_the_smallest_pools(model: FakeModel, max_model_len: int, n
     )
     attention: Any = FakeAttention()
     kv_cache: Any = None
-    ModelRunner(model, kv_cache, attention, batch, torch.device("cpu")).warm_up()
+    ModelRunner(TorchEngine(model, kv_cache, attention, batch, torch.device("cpu")), batch).warm_up()

@@ -68,7 +68,8 @@ def structs() -> list[type[msgspec.Struct]]:
     """Everything that travels."""
     bases = (messages.Message, messages.Record)
     found = [s for s in vars(messages).values() if inspect.isclass(s) and issubclass(s, bases) and s not in bases]
-    return [*found, sampling_params.SamplingParams, sampling_params.TextParams]
+    parameters = [s for s in vars(sampling_params).values() if inspect.isclass(s) and issubclass(s, msgspec.Struct)]
+    return [*found, *(s for s in parameters if s is not sampling_params.RequestLimits)]
 
 
 class Section(NamedTuple):
@@ -116,7 +117,8 @@ def test_the_protocol_is_all_that_is_defined() -> None:
 
 
 def test_enumerations() -> None:
-    enums = [e for e in vars(messages).values() if inspect.isclass(e) and issubclass(e, enum.IntEnum)]
+    defined = [*vars(messages).values(), *vars(sampling_params).values()]
+    enums = [e for e in defined if inspect.isclass(e) and issubclass(e, enum.IntEnum)]
     for kind in enums:
         values = ", ".join(f"{value.value} {value.name}" for value in kind)
         assert f"| `{kind.__name__}` | {values} |" in DOC
@@ -271,7 +273,8 @@ def test_an_executor_takes_the_plans_of_the_example() -> None:
     assert [plan.step_id for plan in plans] == list(range(len(plans))) and set(results) == set(range(len(plans)))
     for plan in plans:
         step = batch.apply(plan)
-        rows = step.rows[step.samples]
+        rows = step.sampled_rows
         token_ids = numpy.frombuffer(results[plan.step_id].token_ids, "<u4").astype(numpy.int64)
         assert len(rows) == len(token_ids)
-        batch.append_sampled(rows, token_ids, numpy.zeros(len(rows), bool))
+        batch.expect_sampled(rows)
+        batch.store_sampled(rows, batch.num_tokens[rows] - 1, token_ids, numpy.zeros(len(rows), bool))
