@@ -120,3 +120,38 @@ QUARTET_API int quartet_multiply(int isa, int format, int num_columns, int num_i
     release_tiles();
     return 1;
 }
+
+// Attention and nothing else, for tests: `key` and `value` [num_tokens, num_kv_heads, head_size] bf16 go to the pools'
+// slots, then `query` [num_tokens, num_heads, head_size] attends for all rows; out is like query.
+QUARTET_API int quartet_attend(int isa, int num_threads, int num_heads, int num_kv_heads, int head_size, int block_size,
+                               int window, int num_rows, const int32_t* query_start_loc, const int32_t* seq_lens,
+                               const int32_t* block_tables, int table_width, const int64_t* slot_mapping,
+                               const uint16_t* query, const uint16_t* key, const uint16_t* value, uint16_t* keys,
+                               uint16_t* values, uint16_t* out) {
+    if (!(isa & kAvx512Bf16) || (isa & ~detect_isa()) || head_size % 32 || head_size > 512) return 0;
+    const CacheShape shape{num_kv_heads, head_size, block_size};
+    for (int t = 0; t < query_start_loc[num_rows]; ++t)
+        for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
+            const size_t at = (static_cast<size_t>(t) * num_kv_heads + kv_head) * head_size;
+            write_cache(shape, keys, values, slot_mapping[t], kv_head, key + at, value + at);
+        }
+    Pool pool(num_threads, release_tiles);
+    AttentionPlan plan(shape, num_heads);
+    const size_t scratch_stride = (attention_scratch_bytes(head_size) + 127) / 128 * 128;
+    Buffer scratch(scratch_stride * num_threads);
+    if (!scratch.as<uint8_t>() || !plan.make({num_rows, query_start_loc, seq_lens, block_tables, table_width}, 0))
+        return 0;
+    plan.set_window(window);
+    const int stride = num_heads * head_size;
+    // Twice, as a decoder does with one plan: a layer each.
+    for (int layer = 0; layer < 2; ++layer)
+        pool.run(plan.num_tasks(), [&](int task, int thread) {
+            const AttentionPlan::Work work = plan.work(task);
+            const size_t at = static_cast<size_t>(work.first_token) * stride +
+                              static_cast<size_t>(work.kv_head) * (num_heads / num_kv_heads) * head_size;
+            plan.attend(task, keys, values, query + at, stride, out + at, stride, isa,
+                        scratch.as<uint8_t>() + thread * scratch_stride);
+        });
+    release_tiles();
+    return 1;
+}

@@ -12,7 +12,7 @@ namespace quartet {
 
 constexpr int kPage = 16;
 // Query rows (tokens x heads that share a KV head) of one call.
-constexpr int kQueryRows = 16;
+constexpr int kQueryRows = 64;
 
 struct CacheShape {
     int num_kv_heads = 0;
@@ -21,24 +21,32 @@ struct CacheShape {
 
     size_t page_elements() const { return static_cast<size_t>(kPage) * num_kv_heads * head_size; }
     size_t head_elements() const { return static_cast<size_t>(kPage) * head_size; }
+    // Of a partial result's row: its sum of weighted values, then its largest score and its sum of weights.
+    int partial_stride() const { return head_size + kPage; }
 };
 
 // key, value: bf16 [head_size] of one KV head.
 void write_cache(const CacheShape& shape, uint16_t* keys, uint16_t* values, int64_t slot, int kv_head,
                  const uint16_t* key, const uint16_t* value);
 
-// One sequence's stretch of tokens against one KV head.
+// One sequence's stretch of tokens against some pages, for one KV head or some that follow each other.
 struct AttentionTask {
-    const uint16_t* query = nullptr;  // bf16, token t's head h at query + t * token_stride + h * head_size
+    // bf16; token t's query head h of KV head k is at query + t * token_stride + (k * num_heads + h) * head_size, with k
+    // and h counted from the first of the task.
+    const uint16_t* query = nullptr;
     uint16_t* out = nullptr;          // the same layout with out_stride
+    float* partial = nullptr;         // instead of out, [KV heads, num_tokens, num_heads, partial_stride], see below
     int token_stride = 0;
     int out_stride = 0;
-    int num_tokens = 0;               // num_tokens * num_heads <= kQueryRows
-    int num_heads = 0;                // query heads taken, all of this KV head
-    int kv_head = 0;
+    int num_tokens = 0;
+    int num_heads = 0;                // query heads of a KV head
+    int kv_head = 0;                  // the first one
+    int num_kv_heads = 1;             // times num_tokens * num_heads rounded up to 16: at most kQueryRows
     int first_position = 0;           // of the first token
     int seq_len = 0;                  // slots at this position and later hold nothing of this sequence
     int window = 0;                   // 0: all earlier positions
+    int first_page = 0;               // of the pages attended to
+    int end_page = 0;
     const int32_t* block_table = nullptr;
 };
 
@@ -46,5 +54,8 @@ size_t attention_scratch_bytes(int head_size);
 
 void attend(const CacheShape& shape, const uint16_t* keys, const uint16_t* values, const AttentionTask& task,
             float scale, int isa, uint8_t* scratch);
+
+// One row's partial results, `split_stride` floats apart, into its output, bf16 [head_size].
+void merge_partials(const CacheShape& shape, const float* partial, size_t split_stride, int num_splits, uint16_t* out);
 
 }  // namespace quartet

@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "attention.h"
+#include "attention_plan.h"
 #include "matrix.h"
 #include "phases.h"
 #include "pool.h"
@@ -92,17 +92,17 @@ class Decoder {
     bool compute_logits(const uint16_t* hidden, int num_rows, float* logits);
 
   private:
-    struct Tile {
-        int row, first_token, num_tokens;
-    };
-
     bool reserve(int num_rows);
     void multiply(const Matrix& matrix, const RowBuffer& x, int num_rows, const Sink& sink);
     void norm_rows(const Step& step, const std::vector<float>& weight, const Matrix& next);
-    void rotate_and_write(const Step& step, int layer, int token, int kv_head);
-    void attend_tile(const Step& step, int layer, const Tile& tile, int kv_head, int thread);
+    const float* qkv_row(int token) const {
+        const int num_heads = config_.num_heads + 2 * config_.num_kv_heads;
+        return qkv_.as<float>() + static_cast<size_t>(token) * num_heads * config_.head_size;
+    }
+    void prefetch_qkv(int token, int kv_head) const;
+    void rotate_query(const Step& step, int layer, int token, int kv_head, uint16_t* out) const;
+    void write_key_value(const Step& step, int layer, int token, int kv_head) const;
     void attention(const Step& step, int layer);
-    void make_tiles(const Step& step);
 
     DecoderConfig config_;
     CacheShape cache_;
@@ -111,7 +111,7 @@ class Decoder {
     std::vector<Layer> layers_;
     Matrix head_, separate_embedding_;
     std::vector<float> final_norm_;
-    std::vector<Tile> tiles_;
+    AttentionPlan plan_;
     size_t scratch_stride_ = 0;
     Buffer scratch_, hidden_, qkv_, query_;
     RowBuffer normed_, attended_, activated_;

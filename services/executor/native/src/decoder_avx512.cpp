@@ -128,7 +128,8 @@ Decoder::Decoder(const DecoderConfig& config)
     : config_(config),
       cache_{config.num_kv_heads, config.head_size, config.block_size},
       pool_(config.num_threads, release_tiles),
-      layers_(config.num_layers) {
+      layers_(config.num_layers),
+      plan_(cache_, config.num_heads) {
     normed_.set_width(config.hidden_size);
     attended_.set_width(config.num_heads * config.head_size);
     activated_.set_width(config.intermediate_size);
@@ -140,7 +141,10 @@ void Decoder::set_vector(int layer, VectorKind kind, const float* values, int co
 
 bool Decoder::reserve(int num_rows) {
     if (scratch_stride_ == 0) {
-        size_t most = std::max(product_scratch_bytes(head_), attention_scratch_bytes(config_.head_size));
+        // Attention's, and a rotated query after it.
+        const size_t query_bytes = sizeof(uint16_t) * config_.num_heads * config_.head_size;
+        size_t most = rounded(attention_scratch_bytes(config_.head_size)) + query_bytes;
+        most = std::max(most, product_scratch_bytes(head_));
         for (const auto& layer : layers_)
             for (const auto& matrix : layer.matrices) most = std::max(most, product_scratch_bytes(matrix));
         if (!scratch_.reserve(rounded(most) * pool_.num_threads())) return false;
@@ -176,82 +180,85 @@ void Decoder::norm_rows(const Step& step, const std::vector<float>& weight, cons
     });
 }
 
-void Decoder::rotate_and_write(const Step& step, int layer_index, int token, int kv_head) {
-    const Layer& layer = layers_[layer_index];
-    const int head_size = config_.head_size, num_heads = config_.num_heads, num_kv_heads = config_.num_kv_heads;
-    const int heads_per_kv = num_heads / num_kv_heads;
-    const float* qkv = qkv_.as<float>() + static_cast<size_t>(token) * (num_heads + 2 * num_kv_heads) * head_size;
+// What the two functions below read; another core may have written it.
+void Decoder::prefetch_qkv(int token, int kv_head) const {
+    const int head_size = config_.head_size, query_size = config_.num_heads / config_.num_kv_heads * head_size;
+    const float* row = qkv_row(token);
+    const auto prefetch = [](const float* from, int count) {
+        for (int i = 0; i < count; i += 16) _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T0);
+    };
+    prefetch(row + kv_head * query_size, query_size);
+    prefetch(row + (config_.num_heads + kv_head) * head_size, head_size);
+    prefetch(row + (config_.num_heads + config_.num_kv_heads + kv_head) * head_size, head_size);
+}
+
+// A token's query heads of one KV head, bf16 [num_heads / num_kv_heads, head_size].
+void Decoder::rotate_query(const Step& step, int layer, int token, int kv_head, uint16_t* out) const {
+    const int head_size = config_.head_size, heads_per_kv = config_.num_heads / config_.num_kv_heads;
+    const std::vector<float>& weight = layers_[layer].vectors[kQueryNorm];
+    const float* query = qkv_row(token) + kv_head * heads_per_kv * head_size;
     const size_t angle = static_cast<size_t>(step.positions[token]) * (head_size / 2);
-    const auto weight = [&](VectorKind kind) { return layer.vectors[kind].empty() ? nullptr : layer.vectors[kind].data(); };
-    for (int head = kv_head * heads_per_kv; head < (kv_head + 1) * heads_per_kv; ++head)
-        rotate_head(qkv + head * head_size, weight(kQueryNorm), config_.rms_norm_eps, step.cos + angle,
-                    step.sin + angle, head_size,
-                    query_.as<uint16_t>() + (static_cast<size_t>(token) * num_heads + head) * head_size);
+    for (int head = 0; head < heads_per_kv; ++head)
+        rotate_head(query + head * head_size, weight.empty() ? nullptr : weight.data(), config_.rms_norm_eps,
+                    step.cos + angle, step.sin + angle, head_size, out + head * head_size);
+}
+
+void Decoder::write_key_value(const Step& step, int layer, int token, int kv_head) const {
+    const int head_size = config_.head_size;
+    const std::vector<float>& weight = layers_[layer].vectors[kKeyNorm];
+    const float* raw_key = qkv_row(token) + (config_.num_heads + kv_head) * head_size;
+    const float* raw_value = raw_key + config_.num_kv_heads * head_size;
+    const size_t angle = static_cast<size_t>(step.positions[token]) * (head_size / 2);
     // Heads of more than 512 elements are refused at creation.
     alignas(64) uint16_t key[512], value[512];
-    rotate_head(qkv + (num_heads + kv_head) * head_size, weight(kKeyNorm), config_.rms_norm_eps, step.cos + angle,
+    rotate_head(raw_key, weight.empty() ? nullptr : weight.data(), config_.rms_norm_eps, step.cos + angle,
                 step.sin + angle, head_size, key);
-    const float* raw = qkv + (num_heads + num_kv_heads + kv_head) * head_size;
-    for (int d = 0; d < head_size; d += 16) store_bf16(value + d, _mm512_loadu_ps(raw + d));
-    write_cache(cache_, step.keys[layer_index], step.values[layer_index], step.slot_mapping[token], kv_head, key, value);
-}
-
-void Decoder::make_tiles(const Step& step) {
-    const int heads = std::min(config_.num_heads / config_.num_kv_heads, kQueryRows), tokens = kQueryRows / heads;
-    tiles_.clear();
-    for (int row = 0; row < step.num_rows; ++row)
-        for (int t = step.query_start_loc[row]; t < step.query_start_loc[row + 1]; t += tokens)
-            tiles_.push_back({row, t, std::min(tokens, step.query_start_loc[row + 1] - t)});
-}
-
-void Decoder::attend_tile(const Step& step, int layer, const Tile& tile, int kv_head, int thread) {
-    const int head_size = config_.head_size, heads_per_kv = config_.num_heads / config_.num_kv_heads;
-    AttentionTask task;
-    task.token_stride = config_.num_heads * head_size;
-    task.out_stride = attended_.stride();
-    task.num_tokens = tile.num_tokens;
-    task.kv_head = kv_head;
-    task.first_position = static_cast<int>(step.positions[tile.first_token]);
-    task.seq_len = step.seq_lens[tile.row];
-    task.window = layers_[layer].window;
-    task.block_table = step.block_tables + static_cast<size_t>(tile.row) * step.table_width;
-    const float scale = 1.0f / __builtin_sqrtf(static_cast<float>(head_size));
-    for (int head = 0; head < heads_per_kv; head += kQueryRows) {
-        const size_t offset = static_cast<size_t>(kv_head * heads_per_kv + head) * head_size;
-        task.num_heads = std::min(kQueryRows, heads_per_kv - head);
-        task.query = query_.as<uint16_t>() + static_cast<size_t>(tile.first_token) * task.token_stride + offset;
-        task.out = attended_.row(tile.first_token) + offset;
-        attend(cache_, step.keys[layer], step.values[layer], task, scale, config_.isa,
-               scratch_.as<uint8_t>() + thread * scratch_stride_);
-    }
+    for (int d = 0; d < head_size; d += 16) store_bf16(value + d, _mm512_loadu_ps(raw_value + d));
+    write_cache(cache_, step.keys[layer], step.values[layer], step.slot_mapping[token], kv_head, key, value);
 }
 
 void Decoder::attention(const Step& step, int layer) {
-    const int num_kv_heads = config_.num_kv_heads;
-    const bool only_decodes = step.num_decodes == step.num_tokens;
-    if (!only_decodes) {
-        constexpr int kTokens = 4;
-        pool_.run((step.num_tokens + kTokens - 1) / kTokens, [&](int chunk, int) {
-            for (int t = chunk * kTokens; t < std::min((chunk + 1) * kTokens, step.num_tokens); ++t)
-                for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head) rotate_and_write(step, layer, t, kv_head);
-        });
-    }
-    const int num_tasks = static_cast<int>(tiles_.size()) * num_kv_heads;
-    pool_.run(num_tasks, [&](int chunk, int thread) {
-        // From the end: a prompt's last tiles see most and take longest.
-        const int task = num_tasks - 1 - chunk, kv_head = task % num_kv_heads;
-        const Tile& tile = tiles_[task / num_kv_heads];
-        if (only_decodes) rotate_and_write(step, layer, tile.first_token, kv_head);
-        attend_tile(step, layer, tile, kv_head, thread);
+    const int num_kv_heads = config_.num_kv_heads, query_size = config_.num_heads * config_.head_size;
+    const int kv_size = query_size / num_kv_heads;
+    plan_.set_window(layers_[layer].window);
+    uint16_t* queries = query_.as<uint16_t>();
+    // A decode row's token is rotated and written by the tasks that attend for it. Chunks are as long as a page: threads
+    // that write to one page take its lines from each other.
+    const int num_chunks = (step.num_tokens - step.num_decodes + kPage - 1) / kPage;
+    pool_.run(num_chunks * num_kv_heads, [&](int chunk, int) {
+        const int first = step.num_decodes + chunk / num_kv_heads * kPage, kv_head = chunk % num_kv_heads;
+        const int end = std::min(first + kPage, step.num_tokens);
+        for (int t = first; t < end; ++t) {
+            if (t + 2 < end) prefetch_qkv(t + 2, kv_head);
+            rotate_query(step, layer, t, kv_head, queries + static_cast<size_t>(t) * query_size + kv_head * kv_size);
+            write_key_value(step, layer, t, kv_head);
+        }
+    });
+    pool_.run(plan_.num_tasks(), [&](int task, int thread) {
+        const AttentionPlan::Work work = plan_.work(task);
+        const int token = work.first_token, offset = work.kv_head * kv_size;
+        uint8_t* scratch = scratch_.as<uint8_t>() + thread * scratch_stride_;
+        const uint16_t* query = queries + static_cast<size_t>(token) * query_size + offset;
+        if (work.row < step.num_decodes) {
+            // Each split rotates the query for itself, the last one sees the new key.
+            uint16_t* rotated = reinterpret_cast<uint16_t*>(scratch + rounded(attention_scratch_bytes(config_.head_size)));
+            for (int k = 0; k < work.num_kv_heads; ++k) {
+                rotate_query(step, layer, token, work.kv_head + k, rotated + k * kv_size);
+                if (work.is_last_split) write_key_value(step, layer, token, work.kv_head + k);
+            }
+            query = rotated;
+        }
+        plan_.attend(task, step.keys[layer], step.values[layer], query, query_size, attended_.row(token) + offset,
+                     attended_.stride(), config_.isa, scratch);
     });
 }
 
 bool Decoder::forward(const Step& step) {
     const int num_tokens = step.num_tokens, hidden_size = config_.hidden_size;
-    if (!reserve(num_tokens)) return false;
+    const AttentionRows rows{step.num_rows, step.query_start_loc, step.seq_lens, step.block_tables, step.table_width};
+    if (!reserve(num_tokens) || !plan_.make(rows, layers_[0].window)) return false;
     pool_.begin();
     times_.start();
-    make_tiles(step);
     float* hidden = hidden_.as<float>();
     const Matrix& embedding = separate_embedding_.num_strips ? separate_embedding_ : head_;
     pool_.run(num_tokens, [&](int t, int) {
