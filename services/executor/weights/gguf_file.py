@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import gguf
 import torch
 
 from quartet.services.executor.models.config import ModelConfig, ModelError
 from quartet.services.executor.models.gguf_config import config_from_gguf
+from quartet.services.executor.weights.ggml_types import Q4_1, dequantize
 from quartet.services.executor.weights.gguf_header import GGUFHeader, GGUFTensor
 
 _TOP_LEVEL = {
@@ -47,7 +47,7 @@ class GGUFFile:
         self.config: ModelConfig = config_from_gguf(
             header.metadata,
             {name: tensor.shape for name, tensor in tensors.items()},
-            None if rope_factors is None else tuple(_dequantize(rope_factors).tolist()),
+            None if rope_factors is None else tuple(_dequantize(rope_factors, torch.float32).tolist()),
         )
         self._tensors = {_hf_name(name): tensor for name, tensor in tensors.items()}
         self._shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -65,11 +65,11 @@ class GGUFFile:
         return self._tensors[name].name if name in self._tensors else _gguf_name(name)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return self._in_halves(name, _dequantize(self._tensors[name]).to(dtype))
+        return self._in_halves(name, _dequantize(self._tensors[name], dtype))
 
     def read_q4_1(self, name: str) -> torch.Tensor | None:
         tensor = self._tensors[name]
-        if tensor.quantization != gguf.GGMLQuantizationType.Q4_1:
+        if tensor.type is not Q4_1:
             return None
         return self._in_halves(name, torch.from_numpy(tensor.data.copy()))
 
@@ -82,25 +82,11 @@ class GGUFFile:
         return tensor
 
 
-def _dequantize(tensor: GGUFTensor) -> torch.Tensor:
-    """float32, in memory of its own."""
-    if tensor.quantization == gguf.GGMLQuantizationType.Q4_1:
-        return _dequantize_q4_1(torch.from_numpy(tensor.data.copy()))
+def _dequantize(tensor: GGUFTensor, dtype: torch.dtype) -> torch.Tensor:
     try:
-        array = gguf.quants.dequantize(tensor.data, tensor.quantization)
+        return dequantize(tensor.type, tensor.data, dtype)
     except NotImplementedError as error:
-        raise ModelError(f"tensor {tensor.name}: {tensor.quantization.name} is not supported") from error
-    if not array.flags.writeable:
-        array = array.copy()
-    return torch.from_numpy(array)
-
-
-def _dequantize_q4_1(rows: torch.Tensor) -> torch.Tensor:
-    """rows [N, K / 32 * 20] uint8 -> [N, K]; the gguf library goes by 16 rows, which takes seconds."""
-    blocks = rows.view(len(rows), -1, 20)
-    header = blocks[..., :4].contiguous().view(torch.float16).float()
-    nibbles = torch.cat((blocks[..., 4:] & 15, blocks[..., 4:] >> 4), -1)
-    return nibbles.float().mul_(header[..., :1]).add_(header[..., 1:]).flatten(1)
+        raise ModelError(f"tensor {tensor.name}: {tensor.type.name} is not supported") from error
 
 
 def _split_halves(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from quartet.services.executor.models.config import ModelError
+from quartet.services.executor.weights.ggml_types import GGMLType, find_type
 
 MetadataValue = int | float | bool | str | list[int | float | bool]
 
@@ -46,7 +46,7 @@ class GGUFTensor:
 
     name: str
     shape: tuple[int, ...]
-    quantization: GGMLQuantizationType
+    type: GGMLType
     data: npt.NDArray[np.uint8]
 
 
@@ -87,21 +87,20 @@ class GGUFHeader:
         self._map_tensors(path, entries, -(-self._offset // alignment) * alignment)
 
     def _map_tensors(self, path: Path, entries: Iterable[tuple[str, tuple[int, ...], int, int]], base: int) -> None:
-        for name, shape, kind, offset in entries:
+        for name, shape, number, offset in entries:
             if name in self.tensors:
                 raise ModelError(f"{path}: tensor {name} is in the file twice")
-            if kind not in set(GGMLQuantizationType):
-                raise ModelError(f"{path}: tensor {name} has the unknown type {kind}")
-            quantization = GGMLQuantizationType(kind)
-            block, block_bytes = GGML_QUANT_SIZES[quantization]
-            if not shape or shape[-1] % block:
-                raise ModelError(f"{path}: tensor {name} of shape {shape} cannot be {quantization.name}")
-            row_bytes = shape[-1] // block * block_bytes
+            kind = find_type(number)
+            if kind is None:
+                raise ModelError(f"{path}: tensor {name} has the unknown type {number}")
+            if not shape or shape[-1] % kind.block:
+                raise ModelError(f"{path}: tensor {name} of shape {shape} cannot be {kind.name}")
+            row_bytes = shape[-1] // kind.block * kind.block_bytes
             size = int(np.prod(shape[:-1], dtype=object)) * row_bytes
             if base + offset + size > len(self._data):
                 raise ModelError(f"{path}: the file ends within tensor {name}")
             data = np.frombuffer(self._data, np.uint8, size, base + offset).reshape(*shape[:-1], row_bytes)
-            self.tensors[name] = GGUFTensor(name, shape, quantization, data)
+            self.tensors[name] = GGUFTensor(name, shape, kind, data)
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self._string()

@@ -156,7 +156,7 @@ def test_the_header_is_read_as_the_gguf_library_reads_it(smollm2_reader: gguf.GG
     for tensor in reader.tensors:
         mine = header.tensors[tensor.name]
         assert mine.shape == tuple(reversed(tensor.shape.tolist()))
-        assert mine.quantization == tensor.tensor_type
+        assert mine.type.number == tensor.tensor_type
         assert mine.data.tobytes() == tensor.data.tobytes()
 
 
