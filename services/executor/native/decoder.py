@@ -6,7 +6,6 @@ import weakref
 from ctypes import c_double, c_void_p
 from typing import Literal, Protocol
 
-import gguf
 import torch
 
 from quartet.services.executor.attention.interface import AttentionBackend
@@ -105,16 +104,18 @@ class NativeDecoder:
         # Its threads end with it, before the interpreter does.
         weakref.finalize(self, library.quartet_decoder_free, self._handle)
 
-        embed_tokens = load(EMBED_TOKENS)
-        for layer in range(config.num_layers):
-            self._load_layer(layer, load)
-        self._set_vector(0, _FINAL_NORM, load(FINAL_NORM))
+        # Packed and let go before anything else is loaded: it is a large part of a small model.
+        embed_tokens = _bf16(load(EMBED_TOKENS))
         if config.tie_word_embeddings:
             self._set_matrix(0, _HEAD, head_format, [embed_tokens])
         else:
-            self._set_matrix(0, _HEAD, head_format, [load(LM_HEAD)])
-            embed_tokens = _bf16(embed_tokens)  # held until it has been copied
             _check_memory(library.quartet_decoder_set_embedding(self._handle, embed_tokens.data_ptr()))
+        del embed_tokens
+        for layer in range(config.num_layers):
+            self._load_layer(layer, load)
+        self._set_vector(0, _FINAL_NORM, load(FINAL_NORM))
+        if not config.tie_word_embeddings:
+            self._set_matrix(0, _HEAD, head_format, [load(LM_HEAD)])
 
         self._rotary = RotaryEmbedding(config.rope, config.head_size, self.device)
         self._cos = self._sin = torch.empty(0)
@@ -251,6 +252,8 @@ def _num_inner(weight: torch.Tensor) -> int:
 def _as_q4_1(weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype == torch.uint8:
         return weight
+    import gguf  # slow to import, and a checkpoint in Q4_1 does without
+
     return torch.from_numpy(gguf.quants.quantize(weight.float().numpy(), gguf.GGMLQuantizationType.Q4_1))
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from typing import Any
 
 import gguf
 import pytest
 import torch
 
-from quartet.services.executor.native.decoder import NativeDecoder, Quantization, why_not
+from quartet.services.executor.models.config import ModelConfig
+from quartet.services.executor.native.decoder import LoadParameters, NativeDecoder, Quantization, why_not
 from quartet.services.executor.native.library import Isa, detect_isa
 from quartet.services.executor.weights import load_decoder, load_with
 
@@ -103,6 +105,38 @@ def test_time_is_counted_by_phase(paged_sequences: Any, save_model: Any) -> None
     paged = paged_sequences(decoder)
     paged.step({0: [1, 2, 3]})
     assert all(now > spent[phase] for phase, now in decoder.times().items())
+
+
+@pytest.mark.skipif(not KINDS, reason="no compiled kernels here")
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_parameter_is_let_go_before_the_next_matrix_is_loaded(save_model: Any, tied: bool) -> None:
+    """The embedding is a fifth of a small model: held to the end, all of it would be in memory twice."""
+    _, folder = save_model("LlamaForCausalLM", tie_word_embeddings=tied, **SHAPE)
+    held: list[tuple[str, weakref.ref[torch.Tensor]]] = []
+
+    def parent(name: str) -> list[str]:
+        return name.split(".")[:-2]
+
+    class Watched:
+        def __init__(self, load: LoadParameters) -> None:
+            self._load = load
+
+        def __call__(self, name: str) -> torch.Tensor:
+            alive = [other for other, parameter in held if parameter() is not None]
+            # Matrices that one product serves are loaded together.
+            assert all(".layers." in other and parent(other) == parent(name) for other in alive), (name, alive)
+            parameter = self._load(name)
+            held.append((name, weakref.ref(parameter)))
+            return parameter
+
+        def q4_1(self, name: str) -> torch.Tensor | None:
+            return self._load.q4_1(name)
+
+    def build(config: ModelConfig, load: LoadParameters) -> NativeDecoder:
+        return NativeDecoder(config, Watched(load), block_size=16, num_threads=1)
+
+    load_with(build, folder, "bfloat16")
+    assert len(held) > 2
 
 
 @pytest.mark.skipif(not KINDS, reason="no compiled kernels here")
