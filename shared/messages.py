@@ -14,7 +14,7 @@ import enum
 
 import msgspec
 
-from quartet.shared.sampling_params import SamplingParams, TextParams
+from quartet.shared.sampling_params import SamplingParams, TextParams, ToolParams
 
 PROTOCOL_VERSION = 1
 MIN_PROTOCOL_VERSION = 1
@@ -64,7 +64,8 @@ class Record(msgspec.Struct, array_like=True):
 
 
 class ModelInfo(Record):
-    """What the executor serves. `num_blocks` counts usable KV blocks of `block_size` tokens."""
+    """What the executor serves. `num_blocks` counts usable KV blocks of `block_size` tokens.
+    `structured_output`: it can keep a row to a grammar."""
 
     name: str
     model_fingerprint: str
@@ -76,6 +77,7 @@ class ModelInfo(Record):
     max_num_batched_tokens: int
     dtype: str
     device: str
+    structured_output: bool = False
 
 
 class Hello(Message, tag=1):
@@ -146,7 +148,7 @@ class Loads(Message, tag=7):
 
 
 class CallFailed(Message, tag=8):
-    """A call (GetLoads, Encode, Decode) could not be answered."""
+    """A call (GetLoads, Encode, Decode, ResetPrefixCache) could not be answered."""
 
     call_id: int
     code: ErrorCode
@@ -180,6 +182,20 @@ class Release(Message, tag=11):
     attempt: int
 
 
+class ResetPrefixCache(Message, tag=12):
+    """A call from the left, as GetLoads is: forget what blocks hold, so that no prompt finds any of it. What runs
+    goes on, and leaves nothing to be found."""
+
+    call_id: int
+
+
+class PrefixCacheReset(Message, tag=13):
+    """Answers ResetPrefixCache: so many blocks held a known prefix."""
+
+    call_id: int
+    num_blocks: int
+
+
 class TokenLogprobs(Record):
     """Log-probabilities at one output position, floor -9999.0. `top` is in falling order.
     `text` holds the decoded bytes of token_id and then of each of `top`, filled in by the tokenizer."""
@@ -199,12 +215,23 @@ class TextPrompt(Record, tag=1):
     add_special_tokens: bool = True
 
 
+class ToolCall(Record):
+    """`arguments` is a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
 class ChatMessage(Record):
-    """Content parts have been joined into one string by the gateway."""
+    """Content parts have been joined into one string by the gateway. `tool_calls` are what an assistant called;
+    `tool_call_id` says which of them a tool's message answers."""
 
     role: str
     content: str
     name: str = ""
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str = ""
 
 
 class ChatPrompt(Record, tag=2):
@@ -223,15 +250,18 @@ Prompt = TextPrompt | ChatPrompt | TokensPrompt
 
 class ChoicePast(Record):
     """An unfinished choice and what of it is already known. `sent_bytes` counts the UTF-8 bytes of
-    text that the client has; None means all text that `output_token_ids` let out."""
+    text that the client has; None means all text that `output_token_ids` let out. `sent_call_bytes`
+    likewise for its tool calls, see Delta."""
 
     index: int
     output_token_ids: list[int] = []
     sent_bytes: int | None = None
+    sent_call_bytes: int | None = None
 
 
 class Submit(Message, tag=16):
-    """Gateway -> tokenizer: generate. `choices` names the unfinished choices with their pasts."""
+    """Gateway -> tokenizer: generate. `choices` names the unfinished choices with their pasts. `tools` are for
+    the template of a ChatPrompt, and for what is looked for in the output, whatever the prompt."""
 
     request_id: int
     attempt: int
@@ -243,6 +273,9 @@ class Submit(Message, tag=16):
     cache_salt: str = ""
     tenant: str = ""
     prompt_logprobs_start: int = 0
+    tools: ToolParams | None = None
+    read_prefix_cache: bool = True
+    write_prefix_cache: bool = True
 
 
 class Attach(Message, tag=17):
@@ -270,6 +303,16 @@ class Accepted(Message, tag=19):
     prompt_token_ids: list[int]
 
 
+class ToolCallDelta(Record):
+    """Part of the choice's call number `index`: its `id` and `name` come with the first part, and `arguments`
+    joined are a JSON object."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
 class Delta(Record):
     """Output tokens [start, start + len(token_ids)) of one choice and the text they let out.
 
@@ -278,6 +321,9 @@ class Delta(Record):
     out so far, this delta's included. The last delta of a choice has a finish_reason; with a stop
     string, token_ids end with the token that completed it. `num_cached_tokens` counts the prompt tokens
     found in the prefix cache when the choice first ran.
+
+    Tool calls are let out likewise, beside the text, of which they are no part. `num_call_bytes` is the
+    length of all of them so far: a call's id and name count as one byte, its arguments by UTF-8.
     """
 
     request_id: int
@@ -291,6 +337,8 @@ class Delta(Record):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    tool_calls: list[ToolCallDelta] = []
+    num_call_bytes: int = 0
 
 
 class Deltas(Message, tag=20):
@@ -310,6 +358,7 @@ class PromptLogprobs(Message, tag=21):
 class Encode(Message, tag=22):
     call_id: int
     prompt: Prompt
+    tools: ToolParams | None = None
 
 
 class Encoded(Message, tag=23):
@@ -337,6 +386,7 @@ class NewRequest(Message, tag=48):
     scheduler that may know the request already. All ids are given, cached ones too.
 
     `eos_token_ids` end a choice unless sampling.ignore_eos. max_tokens is resolved (never None).
+    Where sampling.structured is set, `vocabulary` is the fingerprint of a Vocabulary sent before.
     """
 
     request_id: int
@@ -349,6 +399,9 @@ class NewRequest(Message, tag=48):
     cache_salt: str = ""
     tenant: str = ""
     prompt_logprobs_start: int = 0
+    read_prefix_cache: bool = True
+    write_prefix_cache: bool = True
+    vocabulary: str = ""
 
 
 class Finish(Message, tag=49):
@@ -381,6 +434,20 @@ class Outputs(Message, tag=50):
     items: list[Output]
 
 
+class Vocabulary(Message, tag=51):
+    """The bytes of tokens [start, start + len(tokens)) of a vocabulary, those of special tokens as they are written.
+
+    Tokenizer -> scheduler before the session's first NewRequest that names it, and scheduler -> executor before
+    the epoch's first plan that does; all parts in order. `special_token_ids` are of this part.
+    """
+
+    fingerprint: str
+    num_tokens: int
+    start: int
+    tokens: list[bytes]
+    special_token_ids: list[int] = []
+
+
 # --- scheduler <-> executor -----------------------------------------------------------------------
 
 
@@ -406,7 +473,8 @@ class NewRow(Record):
     `token_ids` u32: prompt then outputs. Tokens [0, num_computed_tokens) are in KV memory already,
     in the first of `block_ids` (u32, in logical order, reaching as far as this step needs).
     `hash_root` is block 0's parent hash (the extra keys). `eos_token_ids` is empty with ignore_eos.
-    Prompt log-probabilities are due from position `prompt_logprobs_start` (-1: none).
+    Prompt log-probabilities are due from position `prompt_logprobs_start` (-1: none). What the row
+    writes is not offered unless `write_prefix_cache`. `vocabulary`: see NewRequest.
     """
 
     req_index: int
@@ -419,6 +487,8 @@ class NewRow(Record):
     choice_index: int
     hash_root: bytes
     prompt_logprobs_start: int = -1
+    write_prefix_cache: bool = True
+    vocabulary: str = ""
 
 
 class StepPlan(Message, tag=82):
@@ -480,11 +550,17 @@ class StepFailed(Message, tag=85):
     message: str
 
 
+class EraseHashes(Message, tag=86):
+    """Scheduler -> executor: what blocks hold is not known any more, and rows that are there now record nothing.
+    Not answered; outside of any epoch."""
+
+
 AnyMessage = (
     Hello | Refused | Reset | Heartbeat | ModelChanged | GetLoads | Loads | CallFailed | Failed | Abort | Release
+    | ResetPrefixCache | PrefixCacheReset
     | Submit | Attach | Attached | Accepted | Deltas | PromptLogprobs | Encode | Encoded | Decode | Decoded
-    | NewRequest | Finish | Outputs
-    | Takeover | Granted | StepPlan | StepResult | PlanRefused | StepFailed
+    | NewRequest | Finish | Outputs | Vocabulary
+    | Takeover | Granted | StepPlan | StepResult | PlanRefused | StepFailed | EraseHashes
 )  # fmt: skip
 
 FAILED_TOKEN_ID = 0xFFFFFFFF

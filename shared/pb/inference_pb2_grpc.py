@@ -74,6 +74,11 @@ class InferenceServiceStub:
                 request_serializer=inference_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
                 response_deserializer=inference_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/inference.v1.InferenceService/ResetPrefixCache',
+                request_serializer=inference_dot_v1_dot_inference__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=inference_dot_v1_dot_inference__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
@@ -141,6 +146,13 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Forgets what is in the prefix cache. Running requests go on, and leave nothing in it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -183,6 +195,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetLoads,
                     request_deserializer=inference_dot_v1_dot_inference__pb2.GetLoadsRequest.FromString,
                     response_serializer=inference_dot_v1_dot_inference__pb2.GetLoadsResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=inference_dot_v1_dot_inference__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=inference_dot_v1_dot_inference__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -401,6 +418,33 @@ class InferenceService:
             '/inference.v1.InferenceService/GetLoads',
             inference_dot_v1_dot_inference__pb2.GetLoadsRequest.SerializeToString,
             inference_dot_v1_dot_inference__pb2.GetLoadsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.v1.InferenceService/ResetPrefixCache',
+            inference_dot_v1_dot_inference__pb2.ResetPrefixCacheRequest.SerializeToString,
+            inference_dot_v1_dot_inference__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

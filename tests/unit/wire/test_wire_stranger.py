@@ -249,7 +249,8 @@ def talk(tokenizer: Tokenizer, executor: Executor) -> None:
     for request_id, prompt in prompts.items():
         tokenizer.ask(request_id, prompt, 12)
     run(lambda: len(tokenizer.finished) == len(prompts), tokenizer, executor)
-    assert tokenizer.link.ready and tokenizer.link.model == MODEL
+    # Fields of later versions come after those of the page that this was written from.
+    assert tokenizer.link.ready and tokenizer.link.model[: len(MODEL)] == MODEL
     assert tokenizer.outputs == {request_id: expected(prompt, 12) for request_id, prompt in prompts.items()}
     assert set(tokenizer.finished.values()) == {LENGTH}
 
