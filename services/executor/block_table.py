@@ -16,6 +16,23 @@ class BlockTable:
         self.max_blocks_per_seq = max_blocks_per_seq
         self.table = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        # What a copy elsewhere has not been told yet, where there is one: see `follow`.
+        self._appended: list[tuple[IntArray, IntArray]] | None = None
+
+    def follow(self) -> None:
+        """From here on `take_appended` tells what is appended."""
+        self._appended = []
+
+    def take_appended(self) -> tuple[IntArray, IntArray]:
+        """([N] places in the flat table, [N] their block ids) appended since the last call. Places that were
+        cleared are not told: what is beyond a row's blocks is never read."""
+        appended = self._appended or []
+        self._appended = []
+        if len(appended) == 1:
+            return appended[0]
+        none = np.zeros(0, np.int64)
+        places, block_ids = zip(*appended, strict=True) if appended else ([none], [none])
+        return np.concatenate(places), np.concatenate(block_ids)
 
     def clear(self, rows: IntArray) -> None:
         self.table[rows] = 0
@@ -32,6 +49,8 @@ class BlockTable:
         column = self.num_blocks[ordered] + np.arange(len(ordered)) - np.repeat(starts, lengths)
         self.table[ordered, column] = block_ids[order]
         self.num_blocks[ordered[starts]] += lengths
+        if self._appended is not None:
+            self._appended.append((ordered * self.max_blocks_per_seq + column, block_ids[order]))
 
     def slots(self, rows: IntArray, positions: IntArray) -> IntArray:
         """Where the KV of rows[i]'s token at positions[i] is: block_id * block_size + offset."""

@@ -37,38 +37,23 @@ from quartet.shared.messages import (
 from quartet.shared.sampling_params import SamplingParams
 
 
-class Engine:
+class Line:
     """One owner, one executor. Every message makes the trip through its encoding."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        num_blocks: int = 256,
-        budget: int = 256,
-        max_num_seqs: int = 64,
-        dtype: str = "float32",
-        native: Callable[[ModelConfig, Parameters], NativeDecoder] | None = None,
-    ) -> None:
-        decoder = load_decoder(path, dtype, "cpu") if native is None else load_with(native, path, "bfloat16")
-        device = torch.device("cpu")
-        self.config = decoder.config
-        max_model_len = self.config.max_position_embeddings
-        batch = InputBatch(
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            max_num_batched_tokens=budget,
-            num_blocks=num_blocks,
-            block_size=16,
-            vocab_size=self.config.vocab_size,
-        )
-        cache = KVCache(self.config, num_blocks, 16, decoder.dtype, device)
-        for pool in cache.keys + cache.values:
-            pool.fill_(float("nan"))
-        engine = TorchEngine(decoder, cache, TorchPagedAttention(), batch, device)
-        self.executor = ExecutorLoop(ModelRunner(engine, batch), 1)
+    def __init__(self, runner: ModelRunner, batch: InputBatch, dtype: str = "float32") -> None:
+        """`batch` is the runner's."""
+        self.executor = ExecutorLoop(runner, 1)
         self.model = ModelInfo(
-            "m", "f", self.config.vocab_size, max_model_len, num_blocks, 16, max_num_seqs, budget, dtype, "cpu"
+            "m",
+            "f",
+            batch.vocab_size,
+            batch.max_model_len,
+            batch.num_blocks,
+            batch.block_table.block_size,
+            batch.max_num_seqs,
+            batch.max_num_batched_tokens,
+            dtype,
+            "cpu",
         )
         self.core = SchedulerCore(SchedulerSettings(), 1, lambda: 0.0)
         self.outputs: dict[tuple[int, int], list[int]] = {}
@@ -95,9 +80,12 @@ class Engine:
         with torch.inference_mode():
             for _ in range(steps):
                 self._take(self.core.schedule())
-                if not self._plans:
+                if self._plans:
+                    answer = self.executor.handle(messages.decode(messages.encode(self._plans.popleft())))
+                elif self.executor.in_flight:
+                    answer = self.executor.finish()
+                else:
                     return
-                answer = self.executor.handle(messages.decode(messages.encode(self._plans.popleft())))
                 if answer is not None:
                     self._answered(messages.decode(messages.encode(answer)))
 
@@ -134,3 +122,35 @@ class Engine:
                 self.failed[message.request_id] = message.message
             elif isinstance(message, Loads):
                 self.loads = message
+
+
+class Engine(Line):
+    """A checkpoint's model in plain torch, or on the compiled kernels."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_blocks: int = 256,
+        budget: int = 256,
+        max_num_seqs: int = 64,
+        dtype: str = "float32",
+        native: Callable[[ModelConfig, Parameters], NativeDecoder] | None = None,
+    ) -> None:
+        decoder = load_decoder(path, dtype, "cpu") if native is None else load_with(native, path, "bfloat16")
+        device = torch.device("cpu")
+        self.config = decoder.config
+        max_model_len = self.config.max_position_embeddings
+        batch = InputBatch(
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=budget,
+            num_blocks=num_blocks,
+            block_size=16,
+            vocab_size=self.config.vocab_size,
+        )
+        cache = KVCache(self.config, num_blocks, 16, decoder.dtype, device)
+        for pool in cache.keys + cache.values:
+            pool.fill_(float("nan"))
+        engine = TorchEngine(decoder, cache, TorchPagedAttention(), batch, device)
+        super().__init__(ModelRunner(engine, batch), batch, dtype)

@@ -1,18 +1,15 @@
 """The decoder on Triton's kernels against the plain one, on tiny random models."""
 
-import dataclasses
 import itertools
 
 import pytest
 import torch
+from support.tiny_config import CONFIGS, LLAMA, random_parameters
 
 from quartet.services.executor.attention.torch_paged import TorchPagedAttention
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
-from quartet.services.executor.models.config import ModelConfig
 from quartet.services.executor.models.decoder import Decoder
-from quartet.services.executor.models.parameters import parameter_shapes
-from quartet.services.executor.models.rope import RopeConfig, YarnScaling
 from quartet.services.executor.triton.backend import TritonAttention
 from quartet.services.executor.triton.decoder import TritonDecoder
 from quartet.services.executor.triton.kv_cache import TritonKVCache
@@ -20,47 +17,6 @@ from quartet.services.executor.triton.kv_cache import TritonKVCache
 torch.set_num_threads(1)
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS = 16, 12, 4
-
-LLAMA = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=101,
-    hidden_size=96,
-    intermediate_size=72,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_size=64,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=1e4),
-    max_position_embeddings=256,
-    layer_windows=(None, None),
-    tie_word_embeddings=True,
-)
-CONFIGS = {
-    "llama": LLAMA,
-    "mistral": dataclasses.replace(LLAMA, architecture="MistralForCausalLM", layer_windows=(9, None), head_size=80),
-    "qwen2": dataclasses.replace(
-        LLAMA,
-        architecture="Qwen2ForCausalLM",
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        num_heads=3,
-        num_kv_heads=1,
-        rope=RopeConfig(1e4, YarnScaling(4.0, 64, 1.2)),
-    ),
-    "qwen3": dataclasses.replace(LLAMA, architecture="Qwen3ForCausalLM", qk_norm=True, tie_word_embeddings=False),
-}
-
-
-def random_parameters(config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-
-    def parameter(shape: tuple[int, ...]) -> torch.Tensor:
-        values = torch.randn(shape, generator=generator)
-        return (1 + 0.2 * values if len(shape) == 1 else 0.2 * values).to(dtype)
-
-    return {name: parameter(shape) for name, shape in parameter_shapes(config).items()}
 
 
 def poisoned(cache: KVCache) -> KVCache:
