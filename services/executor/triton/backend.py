@@ -91,6 +91,7 @@ class TritonAttention:
         self._decode_tile = decode_tile(config.head_size, group, kv_dtype.itemsize)
         self._prefill_tile = prefill_tile(config.head_size, kv_dtype.itemsize, capability)
         self._num_parts = decode_parts(config.num_kv_heads, num_processors)
+        self._max_num_seqs = max_num_seqs
         max_parts = self._num_parts + max_num_seqs
         self._plans = {
             window: _DecodePlan(
@@ -106,8 +107,11 @@ class TritonAttention:
         self._batch: ForwardBatch | None = None
 
     def prepare(self, batch: ForwardBatch) -> None:
+        """Cuts the decode rows into parts; ValueError when there are more than max_num_seqs."""
         self._batch = batch
         num_rows = batch.num_decodes
+        if num_rows > self._max_num_seqs:
+            raise ValueError(f"{num_rows} decode rows, but attention was made for {self._max_num_seqs}")
         if num_rows == 0:
             return
         for plan in self._plans.values():

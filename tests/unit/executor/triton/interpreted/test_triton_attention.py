@@ -312,6 +312,13 @@ def test_slots_beyond_31_bits_of_elements() -> None:
     torch.testing.assert_close(out[3].double(), expected, atol=3e-3, rtol=1e-2)
 
 
+def test_more_rows_than_there_is_scratch_for_are_refused() -> None:
+    none = torch.empty(0, dtype=torch.int32)
+    batch = ForwardBatch(none, none, none, none, none, none, 2, none, [0, 1, 2], [1, 1])
+    with pytest.raises(ValueError, match="2 decode rows"):
+        TritonAttention(Shape().config(), torch.float32, 1, "cpu").prepare(batch)
+
+
 def test_a_batch_that_was_not_prepared_is_refused() -> None:
     none = torch.empty(0, dtype=torch.int32)
     batch = ForwardBatch(none, none, none, none, none, none, 0, none, [0], [])
