@@ -11,7 +11,7 @@ from quartet.services.gateway.subscription import Subscription
 from quartet.services.gateway.tokenizer import Peer
 from quartet.shared.messages import Attach, Attached, ErrorCode, Submit, TokensPrompt
 from quartet.shared.received import are_token_ids
-from quartet.shared.sampling_params import MAX_TOKEN_ID, NO_CAPS, InvalidField, TextParams, validate
+from quartet.shared.sampling_params import MAX_TOKEN_ID, NO_CAPS, InvalidField, TextParams, validate, validate_tools
 
 
 class Search:
@@ -131,6 +131,8 @@ def _can_be(message: Attached) -> bool:
     try:
         # What an earlier gateway let in may be more than this one's caps.
         validate(submit.sampling, TextParams(), 1, NO_CAPS)
+        if submit.tools is not None:
+            validate_tools(submit.tools, NO_CAPS)
     except InvalidField:
         return False
     return (
@@ -143,6 +145,7 @@ def _can_be(message: Attached) -> bool:
             0 <= past.index <= MAX_TOKEN_ID
             and are_token_ids(past.output_token_ids)
             and 0 <= (past.sent_bytes or 0) <= MAX_TEXT_BYTES
+            and 0 <= (past.sent_call_bytes or 0) <= MAX_TEXT_BYTES
             for past in submit.choices
         )
     )
@@ -156,7 +159,7 @@ def _stream_of(submit: Submit, search: Search) -> Stream:
     """A stream as a tokenizer remembers it. Choices that only the client tells of had finished."""
     told = {index: position for index, position in search.positions.items() if position.finished}
     choices = {
-        past.index: Choice(past.index, past.output_token_ids, past.sent_bytes)
+        past.index: Choice(past.index, past.output_token_ids, past.sent_bytes, sent_call_bytes=past.sent_call_bytes)
         for past in submit.choices
         if past.index not in told
     }
@@ -172,6 +175,9 @@ def _stream_of(submit: Submit, search: Search) -> Stream:
         tenant=submit.tenant,
         detach_grace=search.detach_grace,
         prompt_logprobs_start=submit.prompt_logprobs_start,
+        tools=submit.tools,
+        read_prefix_cache=submit.read_prefix_cache,
+        write_prefix_cache=submit.write_prefix_cache,
     )
     stream.accepted = True
     return stream

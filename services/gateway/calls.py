@@ -1,4 +1,4 @@
-"""Calls to a tokenizer that are answered once (GetLoads, Encode, Decode)."""
+"""Calls to a tokenizer that are answered once (GetLoads, Encode, Decode, ResetPrefixCache)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from quartet.services.gateway.events import StreamError, unavailable
 from quartet.services.gateway.tokenizer import Peer
-from quartet.shared.messages import CallFailed, Decoded, Encoded, Loads, Message
+from quartet.shared.messages import CallFailed, Decoded, Encoded, Loads, Message, PrefixCacheReset
 
 MAX_TRIES = 3
 
-Answer = Loads | Encoded | Decoded
+Answer = Loads | Encoded | Decoded | PrefixCacheReset
 Done = Callable[[Answer | StreamError], None]
 
 
@@ -24,7 +24,7 @@ class _Call(NamedTuple):
 
 
 class Calls:
-    """Open calls. They change nothing, so one whose tokenizer goes is made again to another."""
+    """Open calls. They may be made twice, so one whose tokenizer goes is made again to another."""
 
     def __init__(self, pick: Callable[[Iterable[Peer]], Peer | None]) -> None:
         self._pick = pick

@@ -12,13 +12,15 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from quartet.services.gateway.events import Chunk, StreamError
-from quartet.shared.messages import ChoicePast, Delta, ErrorCode, FinishReason, TokenLogprobs
+from quartet.shared.messages import ChoicePast, Delta, ErrorCode, FinishReason, TokenLogprobs, ToolCallDelta
 from quartet.shared.received import are_logprobs, are_token_ids
 from quartet.shared.sampling_params import MAX_TOKEN_ID
+from quartet.shared.tool_calls import after_call_bytes, joined, num_call_bytes
 
 MAX_CHUNK_TOKENS = 1024
 TOKEN_BYTES = 16
 LOGPROB_BYTES = 48
+CALL_BYTES = 200
 # Far more text than any stream has, and far from what a message can carry.
 MAX_TEXT_BYTES = 1 << 53
 
@@ -35,11 +37,17 @@ class Position(NamedTuple):
 
 
 class Choice:
-    """The record of one choice. Border i lies after token `border_tokens[i]` and after
-    `border_bytes[i]` bytes of `text`; border 0 is where the record begins."""
+    """The record of one choice. Border i lies after token `border_tokens[i]`, after `border_bytes[i]` bytes
+    of `text` and after `border_calls[i]` of `tool_calls`; border 0 is where the record begins."""
 
     def __init__(
-        self, index: int, past: list[int] | tuple[int, ...] = (), sent_bytes: int | None = 0, *, finished_at: int = -1
+        self,
+        index: int,
+        past: list[int] | tuple[int, ...] = (),
+        sent_bytes: int | None = 0,
+        *,
+        sent_call_bytes: int | None = 0,
+        finished_at: int = -1,
     ) -> None:
         self.index = index
         self.token_ids = array("I", past)
@@ -49,6 +57,9 @@ class Choice:
         self.base_bytes = sent_bytes
         self.border_tokens = array("I", [self.num_output_tokens])
         self.border_bytes = array("Q", [0])
+        self.tool_calls: list[ToolCallDelta] = []
+        self.num_call_bytes = sent_call_bytes
+        self.border_calls = array("I", [0])
         self.logprobs: list[TokenLogprobs] | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -69,7 +80,7 @@ class Choice:
     @property
     def past(self) -> ChoicePast:
         sent = None if self.base_bytes is None else self.base_bytes + len(self.text)
-        return ChoicePast(self.index, self.token_ids.tolist(), sent)
+        return ChoicePast(self.index, self.token_ids.tolist(), sent, self.num_call_bytes)
 
     def add(self, delta: Delta) -> int:
         """Takes in what is new in the delta; returns its size in bytes, -1 when nothing was new.
@@ -81,17 +92,22 @@ class Choice:
         text_start = delta.num_text_bytes - len(text)
         base_bytes = text_start if self.base_bytes is None else self.base_bytes
         known_bytes = base_bytes + len(self.text) - text_start
-        if known < 0 or known_bytes < 0 or not _can_be(delta, text_start):
+        calls_start = delta.num_call_bytes - num_call_bytes(delta.tool_calls)
+        known_call_bytes = (calls_start if self.num_call_bytes is None else self.num_call_bytes) - calls_start
+        if known < 0 or known_bytes < 0 or known_call_bytes < 0 or not _can_be(delta, text_start, calls_start):
             raise Gap
         self.base_bytes = base_bytes
+        tool_calls = after_call_bytes(delta.tool_calls, known_call_bytes) if known_call_bytes else delta.tool_calls
+        self.num_call_bytes = calls_start + max(known_call_bytes, delta.num_call_bytes - calls_start)
         token_ids = delta.token_ids[known:] if known else delta.token_ids
         if known_bytes:
             text = text[known_bytes:]
-        if not token_ids and not text and delta.finish_reason is None:
+        if not token_ids and not text and not tool_calls and delta.finish_reason is None:
             return -1
         self.token_ids.extend(token_ids)
         self.text += text
-        size = len(text) + TOKEN_BYTES * len(token_ids)
+        self.tool_calls += tool_calls
+        size = len(text) + TOKEN_BYTES * len(token_ids) + _size_of_calls(tool_calls)
         if delta.logprobs is not None:
             entries = delta.logprobs[known:]
             if self.logprobs is None:
@@ -140,22 +156,30 @@ class Choice:
             None if self.logprobs is None else self.logprobs[tokens - base : until - base],
             self.finish_reason if ended else None,
             self.stop_reason if ended else None,
+            joined(self.tool_calls[self.border_calls[border] : self.border_calls[end]]),
         )
         return chunk, end
 
     def size(self) -> int:
         logprobs = sum(LOGPROB_BYTES * (1 + len(entry.top)) for entry in self.logprobs or ())
-        return len(self.text) + TOKEN_BYTES * len(self.token_ids) + logprobs
+        return len(self.text) + TOKEN_BYTES * len(self.token_ids) + logprobs + _size_of_calls(self.tool_calls)
 
     def _border(self) -> None:
         self.border_tokens.append(self.num_output_tokens)
         self.border_bytes.append(len(self.text))
+        self.border_calls.append(len(self.tool_calls))
 
 
-def _can_be(delta: Delta, text_start: int) -> bool:
+def _size_of_calls(parts: list[ToolCallDelta]) -> int:
+    return sum(CALL_BYTES + len(part.arguments) for part in parts)
+
+
+def _can_be(delta: Delta, text_start: int, calls_start: int) -> bool:
     return (
         delta.start >= 0
         and 0 <= text_start <= MAX_TEXT_BYTES
+        and 0 <= calls_start <= MAX_TEXT_BYTES
+        and all(0 <= part.index <= MAX_TOKEN_ID for part in delta.tool_calls)
         and are_token_ids(delta.token_ids)
         and 0 <= delta.num_cached_tokens <= MAX_TOKEN_ID
         and (not isinstance(delta.stop_reason, int) or 0 <= delta.stop_reason <= MAX_TOKEN_ID)

@@ -3,6 +3,7 @@ as InvalidField with the field's public name."""
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from quartet.shared.messages import (
     TextPrompt,
     TokenLogprobs,
     TokensPrompt,
+    ToolCall,
 )
 from quartet.shared.pb import inference_pb2 as pb
 from quartet.shared.sampling_params import (
@@ -27,8 +29,14 @@ from quartet.shared.sampling_params import (
     InvalidField,
     RequestLimits,
     SamplingParams,
+    StructuredKind,
+    StructuredOutput,
     TextParams,
+    Tool,
+    ToolChoice,
+    ToolParams,
     validate,
+    validate_tools,
 )
 
 CONTENT_SEPARATOR = "\n"
@@ -49,6 +57,12 @@ _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
+}
+_TOOL_CHOICES = {
+    pb.TOOL_CHOICE_UNSPECIFIED: ToolChoice.AUTO,
+    pb.TOOL_CHOICE_AUTO: ToolChoice.AUTO,
+    pb.TOOL_CHOICE_NONE: ToolChoice.NONE,
+    pb.TOOL_CHOICE_REQUIRED: ToolChoice.REQUIRED,
 }
 
 
@@ -74,6 +88,9 @@ def stream_from(request: pb.GenerateRequest, request_id: int, limits: RequestLim
         tenant=request.tenant,
         detach_grace=detach_grace(request, max_detach_grace) or 0.0,
         prompt_logprobs_start=request.prompt_logprobs_start,
+        tools=tools_from(request, limits),
+        read_prefix_cache=request.read_prefix_cache or not request.HasField("read_prefix_cache"),
+        write_prefix_cache=request.write_prefix_cache or not request.HasField("write_prefix_cache"),
     )
 
 
@@ -115,6 +132,19 @@ def tokenize_prompt(request: pb.TokenizeRequest) -> Prompt:
             return _chat(request.chat)
         case _:
             raise InvalidField("prompt", "one of text and chat must be set")
+
+
+def tools_from(request: pb.GenerateRequest | pb.TokenizeRequest, limits: RequestLimits) -> ToolParams | None:
+    if not request.HasField("tools"):
+        return None
+    given = request.tools
+    if given.choice not in _TOOL_CHOICES:
+        raise InvalidField("tools", f"there is no choice {given.choice}")
+    tools = [Tool(tool.name, tool.description, tool.parameters, tool.strict) for tool in given.tools]
+    parallel = given.parallel or not given.HasField("parallel")
+    params = ToolParams(tools, _TOOL_CHOICES[given.choice], given.name, parallel)
+    validate_tools(params, limits)
+    return params
 
 
 def _generate_prompt(request: pb.GenerateRequest) -> Prompt:
@@ -161,13 +191,18 @@ def _chat_message(message: pb.ChatMessage, field: str) -> ChatMessage:
     if message.HasField("content"):
         if message.parts:
             raise InvalidField(f"{field}.parts", "give either content or parts")
-        return ChatMessage(message.role, message.content, message.name)
+        return _chat_message_of(message, message.content)
     texts = []
     for i, part in enumerate(message.parts):
         if part.WhichOneof("kind") != "text":
             raise InvalidField(f"{field}.parts[{i}]", "only text parts are supported")
         texts.append(part.text)
-    return ChatMessage(message.role, CONTENT_SEPARATOR.join(texts), message.name)
+    return _chat_message_of(message, CONTENT_SEPARATOR.join(texts))
+
+
+def _chat_message_of(message: pb.ChatMessage, content: str) -> ChatMessage:
+    calls = [ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls]
+    return ChatMessage(message.role, content, message.name, calls, message.tool_call_id)
 
 
 def _scalar(name: str, value: Any) -> str | int | float | bool | None:
@@ -191,12 +226,30 @@ def _sampling(message: pb.SamplingParams) -> tuple[SamplingParams, TextParams]:
     for descriptor, value in message.ListFields():
         if descriptor.name == "logit_bias":
             value = dict(value)
+        elif descriptor.name == "structured":
+            value = _structured(value)
         elif descriptor.is_repeated:
             value = list(value)
         (text if descriptor.name in _TEXT_FIELDS else sampling)[descriptor.name] = value
     if "seed" not in sampling:
         sampling["seed"] = secrets.randbits(SEED_BITS)
     return SamplingParams(**sampling), TextParams(**text)
+
+
+def _structured(message: pb.StructuredOutput) -> StructuredOutput:
+    match message.WhichOneof("kind"):
+        case "json_schema":
+            return StructuredOutput(StructuredKind.JSON_SCHEMA, message.json_schema)
+        case "json_object" if message.json_object:
+            return StructuredOutput(StructuredKind.JSON_OBJECT)
+        case "regex":
+            return StructuredOutput(StructuredKind.REGEX, message.regex)
+        case "grammar":
+            return StructuredOutput(StructuredKind.GRAMMAR, message.grammar)
+        case "choice":
+            return StructuredOutput(StructuredKind.CHOICE, json.dumps(list(message.choice.texts)))
+        case _:
+            raise InvalidField("structured", "one of json_schema, json_object, regex, grammar and choice must be set")
 
 
 def _choices(request: pb.GenerateRequest, n: int) -> list[Choice]:
@@ -220,10 +273,13 @@ def _choice(index: int, past: pb.ChoicePast | None) -> Choice:
     token_ids = checked_token_ids("past.past_token_ids", past.past_token_ids)
     if not token_ids and past.past_text_bytes:
         raise InvalidField("past.past_text_bytes", "there is no text without tokens")
-    if past.past_text_bytes > MAX_TEXT_BYTES:
-        raise InvalidField("past.past_text_bytes", f"must be at most {MAX_TEXT_BYTES}, got {past.past_text_bytes}")
-    known = past.past_text_bytes if past.HasField("past_text_bytes") else (None if token_ids else 0)
-    return Choice(index, token_ids, known)
+    for name in ("past_text_bytes", "past_call_bytes"):
+        if getattr(past, name) > MAX_TEXT_BYTES:
+            raise InvalidField(f"past.{name}", f"must be at most {MAX_TEXT_BYTES}, got {getattr(past, name)}")
+    unknown = None if token_ids else 0
+    text_bytes = past.past_text_bytes if past.HasField("past_text_bytes") else unknown
+    call_bytes = past.past_call_bytes if past.HasField("past_call_bytes") else unknown
+    return Choice(index, token_ids, text_bytes, sent_call_bytes=call_bytes)
 
 
 # --- responses ------------------------------------------------------------------------------------
@@ -266,6 +322,8 @@ def _chunk(event: Chunk) -> pb.Chunk:
     )
     if event.logprobs is not None:
         chunk.logprobs.extend(map(_logprobs, event.logprobs))
+    for part in event.tool_calls:
+        chunk.tool_calls.add(index=part.index, id=part.id, name=part.name, arguments=part.arguments)
     if event.finish_reason is not None:
         chunk.finished.reason = _FINISH_REASONS[event.finish_reason]
         if isinstance(event.stop_reason, str):

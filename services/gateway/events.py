@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
-from quartet.shared.messages import ErrorCode, FinishReason, TokenLogprobs
+from quartet.shared.messages import ErrorCode, FinishReason, TokenLogprobs, ToolCallDelta
 
 RETRY_AFTER_MS = 1000
 
@@ -35,6 +35,8 @@ class Started(NamedTuple):
 
 
 class Chunk(NamedTuple):
+    """`tool_calls`: at most one part of each call."""
+
     choice_index: int
     start: int
     token_ids: array[int]
@@ -42,6 +44,7 @@ class Chunk(NamedTuple):
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
+    tool_calls: list[ToolCallDelta] = []
 
 
 class PromptChunk(NamedTuple):

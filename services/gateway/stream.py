@@ -8,7 +8,7 @@ from quartet.services.gateway.choice import LOGPROB_BYTES, TOKEN_BYTES, Choice, 
 from quartet.services.gateway.events import StreamError
 from quartet.shared.messages import Prompt, PromptLogprobs, Submit, TokenLogprobs, TokensPrompt
 from quartet.shared.received import are_logprobs, are_token_ids
-from quartet.shared.sampling_params import SamplingParams, TextParams
+from quartet.shared.sampling_params import SamplingParams, TextParams, ToolParams
 
 if TYPE_CHECKING:
     from quartet.services.gateway.subscription import Subscription
@@ -32,6 +32,9 @@ class Stream:
         tenant: str = "",
         detach_grace: float = 0.0,
         prompt_logprobs_start: int = 0,
+        tools: ToolParams | None = None,
+        read_prefix_cache: bool = True,
+        write_prefix_cache: bool = True,
     ) -> None:
         self.request_id = request_id
         self.attempt = 0
@@ -44,6 +47,9 @@ class Stream:
         self.priority = priority
         self.cache_salt = cache_salt
         self.tenant = tenant
+        self.tools = tools
+        self.read_prefix_cache = read_prefix_cache
+        self.write_prefix_cache = write_prefix_cache
         self.detach_grace = detach_grace
         self.prompt_logprobs_base = prompt_logprobs_start
         self.prompt_logprobs: list[TokenLogprobs | None] = []
@@ -83,6 +89,9 @@ class Stream:
             self.cache_salt,
             self.tenant,
             self.prompt_logprobs_base + len(self.prompt_logprobs),
+            self.tools,
+            self.read_prefix_cache,
+            self.write_prefix_cache,
         )
 
     def accept(self, prompt_token_ids: list[int], fingerprints: tuple[str, str] | None) -> None:

@@ -73,8 +73,12 @@ def _chat(
 
 
 def _message(message: Mapping[str, Any]) -> pb.ChatMessage:
-    content = message.get("content", "")
-    built = pb.ChatMessage(role=message["role"], name=message.get("name") or "")
+    content = message.get("content") or ""
+    built = pb.ChatMessage(
+        role=message["role"], name=message.get("name") or "", tool_call_id=message.get("tool_call_id") or ""
+    )
+    for call in message.get("tool_calls") or ():
+        built.tool_calls.add(id=call["id"], name=call["name"], arguments=call["arguments"])
     if isinstance(content, str):
         built.content = content
         return built

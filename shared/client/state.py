@@ -37,7 +37,8 @@ class InferenceError(grpc.RpcError):
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Some tokens of a choice and the text they let out; `finish_reason` ("stop", "length" or "abort")
-    is set in the choice's last one. `stop_reason` is the stop string or stop token id that matched."""
+    is set in the choice's last one. `stop_reason` is the stop string or stop token id that matched. Of
+    `tool_calls`, those with a name begin a call, and arguments of one index are to be joined."""
 
     index: int
     text: str
@@ -46,6 +47,7 @@ class Chunk:
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    tool_calls: list[pb.ToolCallDelta] = field(default_factory=list)
 
 
 class Usage(NamedTuple):
@@ -58,6 +60,7 @@ class Usage(NamedTuple):
 class _Choice:
     token_ids: list[int] = field(default_factory=list)
     text_bytes: int | None = 0
+    call_bytes: int | None = 0
     finished: bool = False
 
 
@@ -74,6 +77,7 @@ class State:
             past.index: _Choice(
                 list(past.past_token_ids),
                 past.past_text_bytes if past.HasField("past_text_bytes") or not past.past_token_ids else None,
+                past.past_call_bytes if past.HasField("past_call_bytes") or not past.past_token_ids else None,
                 past.finished,
             )
             for past in request.past
@@ -138,6 +142,9 @@ class State:
         choice.token_ids += token_ids
         if choice.text_bytes is not None:
             choice.text_bytes += len(message.text.encode())
+        tool_calls = list(message.tool_calls)
+        if choice.call_bytes is not None:
+            choice.call_bytes += sum(bool(part.name) + len(part.arguments.encode()) for part in tool_calls)
         finish_reason, stop_reason = None, None
         if message.HasField("finished"):
             choice.finished = True
@@ -145,7 +152,9 @@ class State:
             which = message.finished.WhichOneof("stop_reason")
             stop_reason = None if which is None else getattr(message.finished, which)
         logprobs = list(message.logprobs)
-        return Chunk(message.index, message.text, token_ids, message.start, logprobs, finish_reason, stop_reason)
+        return Chunk(
+            message.index, message.text, token_ids, message.start, logprobs, finish_reason, stop_reason, tool_calls
+        )
 
     @property
     def _next_prompt_logprob(self) -> int:
@@ -171,6 +180,7 @@ class State:
                 index=index,
                 past_token_ids=choice.token_ids,
                 past_text_bytes=choice.text_bytes,
+                past_call_bytes=choice.call_bytes,
                 finished=choice.finished,
             )
         return request

@@ -152,7 +152,7 @@ async def test_it_submits_the_rest_when_nobody_remembers():
     assert text == "Héllo world" and generation.usage == Usage(3, 5, 0)
     submit = peer.last(m.Submit)
     assert submit.prompt == m.TokensPrompt([5, 6, 7]) and submit.sampling.seed == generation.seed
-    assert submit.choices == [m.ChoicePast(0, [100, 101], len("Héllo".encode()))]
+    assert submit.choices == [m.ChoicePast(0, [100, 101], len("Héllo".encode()), 0)]
 
 
 @in_loop

@@ -15,6 +15,7 @@ from quartet.services.gateway.grpc_face import BindError
 from quartet.shared import messages as m
 from quartet.shared.pb import inference_pb2 as pb
 from quartet.shared.pb.inference_pb2_grpc import InferenceServiceStub
+from quartet.shared.sampling_params import StructuredKind, StructuredOutput, Tool, ToolChoice, ToolParams
 
 Code = grpc.StatusCode
 SERVICE = "inference.v1.InferenceService"
@@ -84,13 +85,40 @@ async def test_every_sampling_field_arrives():
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }
-    assert set(given) == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
+    # What goes not together with these has a test of its own.
+    assert {*given, "structured"} == {field.name for field in pb.SamplingParams.DESCRIPTOR.fields}
     async with gateway() as (address, _table, peer), grpc.aio.insecure_channel(address) as channel:
         async for _ in InferenceServiceStub(channel).Generate(text_request(**given)):
             pass
         submit = peer.last(m.Submit)
     for name, value in given.items():
         assert getattr(submit.text if hasattr(submit.text, name) else submit.sampling, name) == value
+
+
+@in_loop
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"json_schema": '{"type": "object"}'}, StructuredKind.JSON_SCHEMA, '{"type": "object"}'),
+        ({"json_object": True}, StructuredKind.JSON_OBJECT, ""),
+        ({"regex": "a+"}, StructuredKind.REGEX, "a+"),
+        ({"grammar": 'start: "a"'}, StructuredKind.GRAMMAR, 'start: "a"'),
+        ({"choice": {"texts": ["yes", "no"]}}, StructuredKind.CHOICE, '["yes", "no"]'),
+    ],
+)
+async def test_structured_output_tools_and_the_use_of_the_cache_arrive(given, kind, text):
+    request = text_request(structured=given)
+    request.tools.CopyFrom(
+        pb.ToolParams(tools=[pb.Tool(name="f", parameters="{}", strict=True)], choice=pb.TOOL_CHOICE_REQUIRED, name="f")
+    )
+    request.read_prefix_cache = request.write_prefix_cache = False
+    async with gateway() as (address, _table, peer), grpc.aio.insecure_channel(address) as channel:
+        async for _ in InferenceServiceStub(channel).Generate(request):
+            pass
+        submit = peer.last(m.Submit)
+    assert submit.sampling.structured == StructuredOutput(kind, text)
+    assert submit.tools == ToolParams([Tool("f", "", "{}", True)], ToolChoice.REQUIRED, "f", True)
+    assert not submit.read_prefix_cache and not submit.write_prefix_cache
 
 
 @in_loop
@@ -246,6 +274,22 @@ BAD_REQUESTS = [
     (pb.GenerateRequest(text="x", cache_salt="x" * 5000), "cache_salt"),
     (pb.GenerateRequest(text="x", tenant="é" * 513), "tenant"),
     (pb.GenerateRequest(text="x", detach_grace_ms=2**31), "detach_grace_ms"),
+    (text_request(structured={}), "structured"),
+    (text_request(structured={"json_object": False}), "structured"),
+    (text_request(structured={"json_schema": "{"}), "structured"),
+    (text_request(structured={"json_schema": "[1]"}), "structured"),
+    (text_request(structured={"regex": ""}), "structured"),
+    (text_request(structured={"regex": "a" * (1 << 18)}), "structured"),
+    (text_request(structured={"choice": {}}), "structured"),
+    (text_request(structured={"choice": {"texts": ["a", ""]}}), "structured"),
+    (text_request(structured={"regex": "a"}, ignore_eos=True), "ignore_eos"),
+    (text_request(structured={"regex": "a"}, min_tokens=1), "min_tokens"),
+    (pb.GenerateRequest(text="x", tools={}), "tools"),
+    (pb.GenerateRequest(text="x", tools={"tools": [{"name": "a b"}]}), "tools"),
+    (pb.GenerateRequest(text="x", tools={"tools": [{"name": "a"}, {"name": "a"}]}), "tools"),
+    (pb.GenerateRequest(text="x", tools={"tools": [{"name": "a", "parameters": "[]"}]}), "tools"),
+    (pb.GenerateRequest(text="x", tools={"tools": [{"name": "a"}], "name": "a"}), "tool_choice"),
+    (pb.GenerateRequest(text="x", tools={"tools": [{"name": "a"}], "name": "b", "choice": 3}), "tool_choice"),
     (pb.GenerateRequest(text="x", past=[pb.ChoicePast(index=0, past_token_ids=[1])]), "past"),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), past=[pb.ChoicePast(index=1)]), "past"),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]), past=[pb.ChoicePast(), pb.ChoicePast()]), "past"),

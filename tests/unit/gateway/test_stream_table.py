@@ -27,7 +27,7 @@ def test_a_stream_from_start_to_completion(bench):
     peer = bench.peer()
     subscription = bench.open()
     submit = bench.accept(peer)
-    assert submit.prompt == TextPrompt("hi") and submit.choices == [m.ChoicePast(0, [], 0)]
+    assert submit.prompt == TextPrompt("hi") and submit.choices == [m.ChoicePast(0, [], 0, 0)]
     bench.say(peer, delta(submit, 0, [10], "a", 1, num_cached_tokens=16))
     first = subscription.pull()
     assert first[0] == Started(submit.request_id, [1, 2, 3], 7)
@@ -103,7 +103,7 @@ def test_a_dead_tokenizers_stream_goes_on_elsewhere(bench):
     again = two.last(Submit)
     assert again.request_id == submit.request_id and again.attempt > submit.attempt
     assert again.prompt == TokensPrompt([1, 2, 3]), "ids, not text: a template may tell the time"
-    assert again.choices == [m.ChoicePast(0, [10, 11], 3)], "only what is unfinished, with what the client has"
+    assert again.choices == [m.ChoicePast(0, [10, 11], 3, 0)], "only what is unfinished, with what the client has"
     bench.table.on_message(two, accepted(again))
     bench.say(two, delta(again, 2, [12], "b", 4, finish=FinishReason.LENGTH))
     seen += subscription.pull()
@@ -265,7 +265,7 @@ def test_held_back_text_comes_later_and_resubmits_tell_what_the_client_has(bench
     two = bench.peer("two")
     bench.down(one)
     again = two.last(Submit)
-    assert again.choices == [m.ChoicePast(0, [10, 11, 12], 1)]
+    assert again.choices == [m.ChoicePast(0, [10, 11, 12], 1, 0)]
     bench.say(two, delta(again, 3, [], "bc", 3, finish=FinishReason.LENGTH))
     assert text_of(subscription.pull()) == "abc"
 
@@ -290,7 +290,7 @@ def test_a_gap_makes_it_submit_again(bench, start, total):
     submit = bench.accept(peer)
     bench.say(peer, delta(submit, 0, [10], "a", 1), delta(submit, start, [13], "d", total))
     first, again = peer.all(Submit)
-    assert again.attempt > first.attempt and again.choices == [m.ChoicePast(0, [10], 1)]
+    assert again.attempt > first.attempt and again.choices == [m.ChoicePast(0, [10], 1, 0)]
     bench.say(peer, delta(again, 1, [11], "b", 2))
     assert text_of(subscription.pull()) == "ab"
 
@@ -518,7 +518,7 @@ def test_a_clients_past_is_submitted_and_only_what_is_new_is_sent(bench):
     choices = [Choice(0, [10, 11], 2), Choice(1, finished_at=4)]
     subscription = bench.open(TokensPrompt([1, 2]), choices=choices)
     submit = bench.accept(peer, [1, 2])
-    assert submit.choices == [m.ChoicePast(0, [10, 11], 2)]
+    assert submit.choices == [m.ChoicePast(0, [10, 11], 2, 0)]
     bench.say(peer, delta(submit, 2, [12], "c", 3, finish=FinishReason.LENGTH))
     events = subscription.pull()
     assert (events[1].start, text_of(events), ids_of(events)) == (2, "c", [12])
@@ -536,7 +536,7 @@ def test_a_past_of_unknown_length_in_bytes(bench):
     bench.say(one, delta(submit, 2, [12], "cd", 9))
     two = bench.peer("two")
     bench.down(one)
-    assert two.last(Submit).choices == [m.ChoicePast(0, [10, 11, 12], 9)]
+    assert two.last(Submit).choices == [m.ChoicePast(0, [10, 11, 12], 9, 0)]
 
 
 def test_a_past_in_which_all_has_finished_is_completed_at_once(bench):
