@@ -233,6 +233,8 @@ class NativeDecoder:
         if kv_cache.block_size != self._block_size or kv_cache.keys[0].dtype != self.dtype:
             raise ValueError("the cache is not the one that this decoder was made for")
         self._cache = kv_cache
+        for pool in (*kv_cache.keys, *kv_cache.values):
+            self._library.quartet_advise_huge_pages(pool.data_ptr(), pool.nbytes)
         num_layers = self.config.num_layers
         self._keys = (c_void_p * num_layers)(*[keys.data_ptr() for keys in kv_cache.keys])
         self._values = (c_void_p * num_layers)(*[values.data_ptr() for values in kv_cache.values])

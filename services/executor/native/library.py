@@ -106,6 +106,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "quartet_decoder_set_window": ([c_void_p, c_int, c_int], None),
         "quartet_decoder_forward": ([c_void_p, POINTER(Step)], c_int),
         "quartet_decoder_logits": ([c_void_p, c_void_p, c_int, c_void_p], c_int),
+        "quartet_advise_huge_pages": ([c_void_p, c_size_t], None),
         "quartet_decoder_times": ([c_void_p, POINTER(c_double)], None),
         "quartet_decoder_read_weights": ([c_void_p], c_size_t),
         "quartet_attend": ([*[c_int] * 8, *[c_void_p] * 3, c_int, *[c_void_p] * 7], c_int),

@@ -1,4 +1,6 @@
 // The library's C functions, as services/executor/native/library.py declares them. 0 or null is failure.
+#include <sys/mman.h>
+
 #include <new>
 
 #include "cpu.h"
@@ -88,6 +90,13 @@ QUARTET_API int quartet_decoder_forward(Decoder* decoder, const Step* step) { re
 
 QUARTET_API int quartet_decoder_logits(Decoder* decoder, const uint16_t* hidden, int num_rows, float* logits) {
     return decoder->compute_logits(hidden, num_rows, logits);
+}
+
+// Asks for huge pages where nothing was written yet: a sequence's pages of a cache lie far from each other. Only advice.
+QUARTET_API void quartet_advise_huge_pages(void* data, size_t num_bytes) {
+    const uintptr_t start = (reinterpret_cast<uintptr_t>(data) + 4095) / 4096 * 4096;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + num_bytes) / 4096 * 4096;
+    if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 }
 
 // out: cumulative seconds of each Phase.

@@ -99,7 +99,6 @@ class Decoder {
         const int num_heads = config_.num_heads + 2 * config_.num_kv_heads;
         return qkv_.as<float>() + static_cast<size_t>(token) * num_heads * config_.head_size;
     }
-    void prefetch_qkv(int token, int kv_head) const;
     void rotate_query(const Step& step, int layer, int token, int kv_head, uint16_t* out) const;
     void write_key_value(const Step& step, int layer, int token, int kv_head) const;
     void attention(const Step& step, int layer);

@@ -62,6 +62,9 @@ struct GatedSink final : Sink {
     }
 };
 
+// Rows that are normed by one chunk of a job.
+constexpr int kNormRows = 8;
+
 float inverse_rms(const float* x, int count, float eps) {
     __m512 sum = _mm512_setzero_ps();
     for (int i = 0; i < count; i += 16) {
@@ -169,27 +172,14 @@ void Decoder::multiply(const Matrix& matrix, const RowBuffer& x, int num_rows, c
 }
 
 void Decoder::norm_rows(const Step& step, const std::vector<float>& weight, const Matrix& next) {
-    constexpr int kRows = 8;
     const bool quantizes = uses_int8(next.format, step.num_tokens, config_.isa);
-    pool_.run((step.num_tokens + kRows - 1) / kRows, [&](int chunk, int) {
-        for (int t = chunk * kRows; t < std::min((chunk + 1) * kRows, step.num_tokens); ++t) {
+    pool_.run((step.num_tokens + kNormRows - 1) / kNormRows, [&](int chunk, int) {
+        for (int t = chunk * kNormRows; t < std::min((chunk + 1) * kNormRows, step.num_tokens); ++t) {
             norm_row(hidden_.as<float>() + static_cast<size_t>(t) * config_.hidden_size, weight.data(),
                      config_.hidden_size, config_.rms_norm_eps, normed_.row(t));
             if (quantizes) normed_.quantize(t);
         }
     });
-}
-
-// What the two functions below read; another core may have written it.
-void Decoder::prefetch_qkv(int token, int kv_head) const {
-    const int head_size = config_.head_size, query_size = config_.num_heads / config_.num_kv_heads * head_size;
-    const float* row = qkv_row(token);
-    const auto prefetch = [](const float* from, int count) {
-        for (int i = 0; i < count; i += 16) _mm_prefetch(reinterpret_cast<const char*>(from + i), _MM_HINT_T0);
-    };
-    prefetch(row + kv_head * query_size, query_size);
-    prefetch(row + (config_.num_heads + kv_head) * head_size, head_size);
-    prefetch(row + (config_.num_heads + config_.num_kv_heads + kv_head) * head_size, head_size);
 }
 
 // A token's query heads of one KV head, bf16 [num_heads / num_kv_heads, head_size].
@@ -224,15 +214,13 @@ void Decoder::attention(const Step& step, int layer) {
     uint16_t* queries = query_.as<uint16_t>();
     // A decode row's token is rotated and written by the tasks that attend for it. Chunks are as long as a page: threads
     // that write to one page take its lines from each other.
-    const int num_chunks = (step.num_tokens - step.num_decodes + kPage - 1) / kPage;
-    pool_.run(num_chunks * num_kv_heads, [&](int chunk, int) {
-        const int first = step.num_decodes + chunk / num_kv_heads * kPage, kv_head = chunk % num_kv_heads;
-        const int end = std::min(first + kPage, step.num_tokens);
-        for (int t = first; t < end; ++t) {
-            if (t + 2 < end) prefetch_qkv(t + 2, kv_head);
-            rotate_query(step, layer, t, kv_head, queries + static_cast<size_t>(t) * query_size + kv_head * kv_size);
-            write_key_value(step, layer, t, kv_head);
-        }
+    pool_.run((step.num_tokens - step.num_decodes + kPage - 1) / kPage, [&](int chunk, int) {
+        const int first = step.num_decodes + chunk * kPage, end = std::min(first + kPage, step.num_tokens);
+        for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head)
+            for (int t = first; t < end; ++t) {
+                rotate_query(step, layer, t, kv_head, queries + static_cast<size_t>(t) * query_size + kv_head * kv_size);
+                write_key_value(step, layer, t, kv_head);
+            }
     });
     pool_.run(plan_.num_tasks(), [&](int task, int thread) {
         const AttentionPlan::Work work = plan_.work(task);
@@ -289,10 +277,12 @@ bool Decoder::forward(const Step& step) {
         multiply(matrices[kDown], activated_, num_tokens, FloatSink(matrices[kDown], hidden, true));
         times_.mark(Phase::kProducts);
     }
-    for (int t = 0; t < num_tokens; ++t) {
-        const size_t at = static_cast<size_t>(t) * hidden_size;
-        norm_row(hidden + at, final_norm_.data(), hidden_size, config_.rms_norm_eps, step.hidden + at);
-    }
+    pool_.run((num_tokens + kNormRows - 1) / kNormRows, [&](int chunk, int) {
+        for (int t = chunk * kNormRows; t < std::min((chunk + 1) * kNormRows, num_tokens); ++t) {
+            const size_t at = static_cast<size_t>(t) * hidden_size;
+            norm_row(hidden + at, final_norm_.data(), hidden_size, config_.rms_norm_eps, step.hidden + at);
+        }
+    });
     times_.mark(Phase::kSmall);
     pool_.end();
     release_tiles();
