@@ -37,9 +37,11 @@ class Forward:
 
 
 class PendingSample(Protocol):
-    """Tokens that are being drawn; `is_ready`: output() would not wait."""
+    """Tokens that are being drawn."""
 
-    is_ready: bool
+    @property
+    def is_ready(self) -> bool:
+        """Whether output() would not wait."""
 
     def wait(self) -> None:
         """Until output() has nothing to wait for. May be called in any thread; never raises what output() would."""

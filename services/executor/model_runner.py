@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +30,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 # Prompt log-probabilities are taken in slices of at most this many logits (64 MiB of float32).
 _MAX_LOGITS = 2**24
+WARM_UP = (SamplingParams(top_p=0.9),)
 
 
 class ModelRunner:
@@ -105,8 +107,15 @@ class ModelRunner:
         if failed.any():
             _report_failures(result, output, rows, failed)
 
-    def warm_up(self) -> None:
-        """Runs a prefill and a decode step on made-up tokens, so that no request pays for first-time work."""
+    def warm_up(self, samplings: Sequence[SamplingParams] = WARM_UP) -> None:
+        """Runs a prefill and a decode step on made-up tokens for each of `samplings`, so that no request pays for
+        first-time work."""
+        for sampling in samplings:
+            self._warm_up(sampling)
+        self._hashes.clear()
+        self.times.clear()
+
+    def _warm_up(self, sampling: SamplingParams) -> None:
         size = self._block_size
         limit = self._batch.max_model_len - 1
         num_tokens = min(self._batch.max_num_batched_tokens, limit, self._batch.num_blocks * size - 1)
@@ -119,7 +128,7 @@ class ModelRunner:
             num_prompt_tokens=num_tokens,
             num_computed_tokens=0,
             block_ids=block_ids,
-            sampling=SamplingParams(top_p=0.9),
+            sampling=sampling,
             eos_token_ids=[],
             choice_index=0,
             hash_root=hash_root(),
@@ -128,8 +137,6 @@ class ModelRunner:
         self.execute(StepPlan(0, 0, b"", [row], b"", b"", b"", b"\0\0", count))
         self.execute(StepPlan(0, 1, b"", [], b"", b"", b"\1", b"", b""))
         self.reset()
-        self._hashes.clear()
-        self.times.clear()
 
     def _prompt_logprobs(self, step: Step, forward: Forward) -> list[RowPromptLogprobs]:
         """A token's entry comes with the step that computes the token before it; position 0 has none."""

@@ -41,8 +41,11 @@ def has_native_bfloat16(root: Path = ROOT) -> bool:
     return not {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}.isdisjoint(cpuinfo)
 
 
-def num_kv_blocks(settings: ExecutorSettings, max_model_len: int, bytes_per_block: int, available: int) -> int:
-    """Blocks of the KV pool; `available` bytes are left now that the weights are loaded.
+def num_kv_blocks(
+    settings: ExecutorSettings, max_model_len: int, bytes_per_block: int, available: int, *, on_gpu: bool = False
+) -> int:
+    """Blocks of the KV pool; `available` bytes are left now that the weights are loaded; on a GPU, by its
+    memory fraction.
 
     Raises NotEnoughMemory when one sequence of `max_model_len` would not fit.
     """
@@ -53,15 +56,17 @@ def num_kv_blocks(settings: ExecutorSettings, max_model_len: int, bytes_per_bloc
         num_blocks = settings.kv_cache_bytes // bytes_per_block
         source = f"kv_cache_bytes {settings.kv_cache_bytes}"
     else:
-        share = int(settings.kv_memory_fraction * available)
-        num_blocks = min(share // bytes_per_block, settings.max_num_seqs * blocks_per_seq)
+        share = available if on_gpu else int(settings.kv_memory_fraction * available)
+        num_blocks = max(0, min(share // bytes_per_block, settings.max_num_seqs * blocks_per_seq))
         source = f"kv_memory_fraction {settings.kv_memory_fraction:g} of {available / 2**20:.0f} MiB available"
+        if on_gpu:
+            source = f"gpu_memory_fraction {settings.gpu_memory_fraction:g}, which leaves {share / 2**20:.0f} MiB,"
     if num_blocks < blocks_per_seq:
         raise NotEnoughMemory(
             f"max_model_len {max_model_len} needs {blocks_per_seq} KV blocks "
             f"({blocks_per_seq * bytes_per_block / 2**20:.0f} MiB) and {source} gives {num_blocks}: "
             f"lower max_model_len (to {num_blocks * settings.block_size} at most), or raise num_blocks, "
-            "kv_cache_bytes or kv_memory_fraction"
+            f"kv_cache_bytes or {'gpu' if on_gpu else 'kv'}_memory_fraction"
         )
     return num_blocks
 

@@ -11,6 +11,7 @@ import torch
 
 from quartet.services.executor.attention.torch_paged import TorchPagedAttention
 from quartet.services.executor.engine import Model, TorchEngine
+from quartet.services.executor.gpu_startup import is_interpreted, load_gpu_runner, pick_device
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.model_runner import ModelRunner
@@ -23,7 +24,9 @@ from quartet.services.executor.step_times import StepTimes
 from quartet.services.executor.weights import DTYPES, is_q4_1, load_config, load_decoder, load_with
 from quartet.shared.log import get_logger
 from quartet.shared.messages import ModelInfo
-from quartet.shared.model_files import resolve_model
+from quartet.shared.model_files import ModelFiles, resolve_model
+
+CPU_NUM_BATCHED_TOKENS = 256
 
 _log = get_logger()
 
@@ -32,10 +35,24 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
     """Loads, sizes the KV pool and warms up. Raises ModelError (of either kind) or NotEnoughMemory."""
     num_threads = settings.num_threads or num_cpus(len(os.sched_getaffinity(0)))
     torch.set_num_threads(num_threads)
-    device = torch.device("cpu")
+    device = pick_device(settings)
     files = resolve_model(settings.model)
     config = load_config(files.path)
     max_model_len = pick_max_model_len(settings, config)
+    if device.type == "cuda" or (settings.attention_backend == "triton" and is_interpreted()):
+        runner, batch, dtype_name = load_gpu_runner(settings, files, config, max_model_len, device, _log_progress)
+        return runner, _model_info(files, batch, dtype_name, device)
+    runner, batch, dtype_name = _load_cpu_runner(settings, files, config, max_model_len, num_threads)
+    return runner, _model_info(files, batch, dtype_name, device)
+
+
+def _load_cpu_runner(
+    settings: ExecutorSettings, files: ModelFiles, config: ModelConfig, max_model_len: int, num_threads: int
+) -> tuple[ModelRunner, InputBatch, str]:
+    if settings.attention_backend == "triton" or settings.kv_dtype == "fp8":
+        asked = "attention_backend triton" if settings.attention_backend == "triton" else "kv_dtype fp8"
+        raise ModelError(f"{asked} is not possible: the Triton kernels need a GPU")
+    device = torch.device("cpu")
     dtype_name = pick_dtype(settings, config)
     dtype = DTYPES[dtype_name]
     bytes_per_block = KVCache.bytes_per_block(config, settings.block_size, dtype)
@@ -52,7 +69,7 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
     batch = InputBatch(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=max_model_len,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_batched_tokens=settings.max_num_batched_tokens or CPU_NUM_BATCHED_TOKENS,
         num_blocks=num_blocks,
         block_size=settings.block_size,
         vocab_size=config.vocab_size,
@@ -63,15 +80,19 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
     started = time.monotonic()
     runner.warm_up()
     _log.info("warmed up", seconds=round(time.monotonic() - started, 2))
-    return runner, ModelInfo(
+    return runner, batch, dtype_name
+
+
+def _model_info(files: ModelFiles, batch: InputBatch, dtype_name: str, device: torch.device) -> ModelInfo:
+    return ModelInfo(
         name=files.name,
         model_fingerprint=files.fingerprint,
-        vocab_size=config.vocab_size,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        block_size=settings.block_size,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        vocab_size=batch.vocab_size,
+        max_model_len=batch.max_model_len,
+        num_blocks=batch.num_blocks,
+        block_size=batch.block_table.block_size,
+        max_num_seqs=batch.max_num_seqs,
+        max_num_batched_tokens=batch.max_num_batched_tokens,
         dtype=dtype_name,
         device=device.type,
     )
@@ -81,6 +102,8 @@ def _load_model(settings: ExecutorSettings, path: Path, config: ModelConfig, dty
     """On the compiled kernels where they can serve it, else in plain torch."""
     reason = _why_plain(settings, config, dtype)
     if reason is not None:
+        if settings.attention_backend == "native":
+            raise ModelError(f"attention_backend native is not possible: {reason}")
         if settings.quantization in ("int8", "int4"):
             raise ModelError(f"quantization {settings.quantization} needs the compiled kernels, but {reason}")
         if settings.isa == "amx":

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from quartet.services.executor.attention.interface import AttentionBackend
-from quartet.services.executor.engine import Forward, Model
+from quartet.services.executor.engine import Forward
 from quartet.services.executor.forward_batch import ForwardBatch
 from quartet.services.executor.input_batch import InputBatch, Step, flatten
 from quartet.services.executor.kv_cache import KVCache
@@ -18,6 +18,7 @@ from quartet.services.executor.logprobs import GatheredLogprobs, logprob_entries
 from quartet.services.executor.sampler import SamplerOutput
 from quartet.services.executor.step_times import StepTimes
 from quartet.services.executor.triton.decode_graphs import DecodeGraphs, EagerGraph, Graph, graph_sizes
+from quartet.services.executor.triton.decoder import TritonDecoder
 from quartet.services.executor.triton.device_sampler import DeviceSample, DeviceSampler
 from quartet.services.executor.triton.staging import Download, Staging, make_transfers, pack_offsets, view
 from quartet.shared.messages import FAILED_TOKEN_ID, TokenLogprobs
@@ -45,7 +46,7 @@ class DeviceEngine:
 
     def __init__(
         self,
-        model: Model,
+        model: TritonDecoder,
         kv_cache: KVCache,
         attention: AttentionBackend,
         batch: InputBatch,
@@ -89,6 +90,14 @@ class DeviceEngine:
         download = self._transfers.download([sample.token_ids, *(sample.logprobs or ())])
         num_logprobs = self._batch.sampling.num_logprobs[step.sampled_rows]
         return DownloadedSample(sample, download, num_logprobs)
+
+    @torch.inference_mode()
+    def profile(self) -> None:
+        """Computes and draws from as many logits as a step can have, for its memory to be measured."""
+        num_rows = min(self._batch.max_num_seqs, self._batch.max_num_batched_tokens)
+        hidden = torch.zeros((num_rows, self._model.config.hidden_size), dtype=self._model.dtype, device=self._device)
+        rows = torch.arange(num_rows, device=self._device)
+        self._sampler.sample(self._model.compute_logits(hidden), rows, rows, np.arange(num_rows))
 
     # --- one by one -------------------------------------------------------------------------------
 
@@ -163,7 +172,13 @@ class DeviceEngine:
         assert self._graphs is not None
         num_rows = step.num_decodes
         token_ids = self._batch.token_ids[step.rows, step.starts]
-        graph_columns = [step.rows, token_ids, step.starts, step.slot_mapping, (step.starts + 1).astype(np.int32)]
+        graph_columns: list[npt.NDArray[np.generic]] = [
+            step.rows,
+            token_ids,
+            step.starts,
+            step.slot_mapping,
+            (step.starts + 1).astype(np.int32),
+        ]
         padded = [_padded(column, name, size) for name, column in zip(_GRAPH_COLUMNS, graph_columns, strict=True)]
         packed, columns = self._staging.send([*padded, *self._common_columns(step)])
         rows, output_indices, places, block_ids = columns[len(padded) :]

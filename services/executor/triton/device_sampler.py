@@ -140,7 +140,7 @@ class DeviceSampler:
         num_rows, vocab_size = len(best), self._state.vocab_size
         candidates = torch.empty((num_rows, kernels.MAX_CANDIDATES), dtype=torch.float32, device=self._device)
         num_candidates = torch.empty(num_rows, dtype=torch.int32, device=self._device)
-        edges, masses, limits = torch.empty((3, num_rows), dtype=torch.float32, device=self._device)
+        edges, masses, limits = torch.empty((3, num_rows), dtype=torch.float32, device=self._device).unbind()
         common = (logits, logits.stride(0), rows, best, self._params, self._counters)
         found = (candidates, num_candidates, edges, masses)
         kernels.candidates_kernel[(num_rows,)](

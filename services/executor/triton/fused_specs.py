@@ -40,7 +40,7 @@ def kernel_specs() -> Iterator[KernelSpec]:
 
 def _norm(dtype: str, hidden_size: int, has_addend: bool) -> KernelSpec:
     tile = padded(hidden_size)
-    work = ()
+    work: tuple[Work, ...] = ()
     if hidden_size == 4096:
         transfers = 4 if has_addend else 2
         work = (Work(f"{_TOKENS} tokens", transfers * 2 * hidden_size * _TOKENS, 0),)

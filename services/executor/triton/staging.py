@@ -81,7 +81,7 @@ class CudaTransfers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -91,13 +91,13 @@ class CudaTransfers:
             if reuse is not None:
                 self._stream.wait_event(reuse)
             target.copy_(source, non_blocking=True)
-            copied = torch.cuda.Event()
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         torch.cuda.current_stream(self._device).wait_event(copied)
         return copied
 
     def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -115,7 +115,7 @@ class CudaTransfers:
                 copies.append(copy.copy_(tensor, non_blocking=True))
                 # Its memory is not to be used again before it has been read on this stream.
                 tensor.record_stream(self._stream)
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return _CudaDownload(copies, done)
 
@@ -130,7 +130,7 @@ class _CudaDownload:
     def is_ready(self) -> bool:
         if not self._has_ended:
             try:
-                self._has_ended = self._done.query()
+                self._has_ended = self._done.query()  # type: ignore[no-untyped-call]
             except RuntimeError:
                 # The device's error is an end too: who takes the result meets it.
                 self._has_ended = True

@@ -9,7 +9,7 @@ from quartet.shared.config import SettingsError, parse_settings
 
 def test_flags_and_defaults() -> None:
     settings = parse_settings(ExecutorSettings, "executor", ["--num-blocks", "64", "--run-dir", "/tmp/q"], {})
-    assert (settings.num_blocks, settings.block_size, settings.max_num_batched_tokens) == (64, 16, 256)
+    assert (settings.num_blocks, settings.block_size, settings.max_num_batched_tokens) == (64, 16, 0)
     assert settings.scheduler_address == "ipc:///tmp/q/scheduler-executor.sock"
     assert ExecutorSettings(scheduler_link="tcp://h:1").scheduler_address == "tcp://h:1"
 
@@ -17,7 +17,10 @@ def test_flags_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--device", "cuda"], "device cuda is not built yet"),
+        (["--device", "cuda", "--quantization", "int8"], "none on device cuda"),
+        (["--device", "cuda", "--attention-backend", "native"], "triton or torch_paged"),
+        (["--attention-backend", "torch_paged", "--kv-dtype", "fp8"], "kv_dtype fp8 needs attention_backend triton"),
+        (["--gpu-memory-fraction", "1.5"], "gpu-memory-fraction"),
         (["--device", "tpu"], "auto, cpu, cuda"),
         (["--dtype", "int3"], "float32"),
         (["--num-blocks", "4", "--kv-cache-bytes", "4096"], "give one of them"),
