@@ -50,7 +50,8 @@ class Line:
 
     async def start(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        flags = ["--log-format", "console", "--log-level", "debug", "--gateway-grpc-address", self.address]
+        flags = ["--log-format", "console", "--log-level", "debug"]
+        flags += ["--gateway-grpc-address", self.address, "--gateway-http-address="]
         if self.tcp:
             flags += await self._tcp_flags()
         environment = {k: v for k, v in os.environ.items() if not k.startswith("QUARTET_") or k == "QUARTET_CACHE_DIR"}

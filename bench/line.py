@@ -70,7 +70,8 @@ def serving(
     """Logs are JSON lines in `log`."""
     address = f"127.0.0.1:{free_port()}"
     size = ["--executor-max-model-len", str(max_model_len), "--executor-num-blocks", str(num_blocks)]
-    flags = ["--gateway-grpc-address", address, "--log-format", "json", *precision.flags, *size, *flags]
+    addresses = ["--gateway-grpc-address", address, "--gateway-http-address="]
+    flags = [*addresses, "--log-format", "json", *precision.flags, *size, *flags]
     begin = time.perf_counter()
     with log.open("ab") as out:
         process = subprocess.Popen(

@@ -161,17 +161,19 @@ def flag_value(argv: Sequence[str], flag: str) -> str | None:
     return None
 
 
-def peek_setting(section: str, name: str, argv: Sequence[str], environ: Mapping[str, str], config: str) -> str:
-    """One setting of a service as text, without its settings type: for telling where a service is. "" when not set."""
+def peek_setting(
+    section: str, name: str, argv: Sequence[str], environ: Mapping[str, str], config: str, default: str = ""
+) -> str:
+    """One setting of a service as text, without its settings type: for telling where a service is."""
     if (given := flag_value(argv, _flag(name))) is not None:
         return given
-    if value := environ.get(_env_name(section, name)):
+    if (value := environ.get(_env_name(section, name))) is not None:
         return value
     try:
         content = tomllib.loads(Path(config).read_text()) if config else {}
     except (OSError, ValueError):
-        return ""  # the services say what is wrong with the file
-    return str(content.get(section, {}).get(name, ""))
+        return default  # the services say what is wrong with the file
+    return str(content.get(section, {}).get(name, default))
 
 
 # --- sources --------------------------------------------------------------------------------------

@@ -17,16 +17,29 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from quartet.services.gateway import convert
-from quartet.services.gateway.calls import Answer
+from quartet.services.gateway.api_keys import ApiKeys
+from quartet.services.gateway.ask import ask
+from quartet.services.gateway.bind import BindError
 from quartet.services.gateway.events import StreamError
+from quartet.services.gateway.grpc_auth import ApiKeyInterceptor
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.services.gateway.stream_table import StreamTable
 from quartet.services.gateway.subscription import Subscription
 from quartet.shared.log import get_logger
-from quartet.shared.messages import Decode, Decoded, Encode, Encoded, ErrorCode, GetLoads, Loads, Message
+from quartet.shared.messages import (
+    Decode,
+    Decoded,
+    Encode,
+    Encoded,
+    GetLoads,
+    Loads,
+    Message,
+    PrefixCacheReset,
+    ResetPrefixCache,
+)
 from quartet.shared.pb import inference_pb2 as pb
 from quartet.shared.pb import inference_pb2_grpc as pb_grpc
-from quartet.shared.sampling_params import InvalidField, RequestLimits
+from quartet.shared.sampling_params import InvalidField
 
 SERVICE = "inference.v1.InferenceService"
 RETRY_AFTER = "retry-after-ms"
@@ -34,7 +47,7 @@ RETRY_AFTER = "retry-after-ms"
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
 _log = get_logger()
 
-A = TypeVar("A", Loads, Encoded, Decoded)
+A = TypeVar("A", Loads, Encoded, Decoded, PrefixCacheReset)
 
 
 class Context(Protocol):
@@ -47,10 +60,6 @@ class Context(Protocol):
     ) -> NoReturn: ...
 
 
-class BindError(OSError):
-    """The address cannot be served."""
-
-
 class InferenceServicer(pb_grpc.InferenceServiceServicer):
     """Maps each call to the stream table; an error becomes a status that names the field."""
 
@@ -58,14 +67,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._table = table
         self._settings = settings
         self._version = version
-        self._limits = RequestLimits(
-            max_n=settings.max_n,
-            max_logprobs=settings.max_logprobs,
-            max_stop=settings.max_stop,
-            max_stop_bytes=settings.max_stop_bytes,
-            max_stop_token_ids=settings.max_stop_token_ids,
-            max_logit_bias=settings.max_logit_bias,
-        )
+        self._limits = settings.request_limits
         self._started_at = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
@@ -105,7 +107,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         try:
             prompt = convert.tokenize_prompt(request)
-            encoded = await self._call(Encoded, lambda call_id: Encode(call_id, prompt))
+            tools = convert.tools_from(request, self._limits)
+            encoded = await self._call(Encoded, lambda call_id: Encode(call_id, prompt, tools))
         except (InvalidField, StreamError) as error:
             await _abort(context, error)
         return pb.TokenizeResponse(token_ids=encoded.token_ids, tokens=encoded.tokens)
@@ -152,28 +155,17 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         except StreamError as error:
             await _abort(context, error)
 
-    async def _call(self, kind: type[A], make: Callable[[int], Message]) -> A:
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-
-        def done(answer: Answer | StreamError) -> None:
-            if future.done():
-                return
-            if isinstance(answer, StreamError):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
-
-        call_id = self._table.calls.start(make, done)
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: Context
+    ) -> pb.ResetPrefixCacheResponse:
         try:
-            async with asyncio.timeout(self._settings.call_timeout):
-                answer = await future
-        except TimeoutError:
-            raise StreamError(ErrorCode.UNAVAILABLE, f"no answer within {self._settings.call_timeout:g} s") from None
-        finally:
-            self._table.calls.drop(call_id)
-        if not isinstance(answer, kind):
-            raise StreamError(ErrorCode.INTERNAL, f"a tokenizer answered with {type(answer).__name__}")
-        return answer
+            reset = await self._call(PrefixCacheReset, ResetPrefixCache)
+        except StreamError as error:
+            await _abort(context, error)
+        return pb.ResetPrefixCacheResponse(num_blocks=reset.num_blocks)
+
+    async def _call(self, kind: type[A], make: Callable[[int], Message]) -> A:
+        return await ask(self._table.calls, kind, make, self._settings.call_timeout)
 
 
 async def _follow(
@@ -232,9 +224,12 @@ class _ErrorLog(grpc.aio.ServerInterceptor):
 class GrpcFace:
     """The gRPC server with health and reflection. `start` binds before anything else is done."""
 
-    def __init__(self, table: StreamTable, settings: GatewaySettings, version: str) -> None:
+    def __init__(
+        self, table: StreamTable, settings: GatewaySettings, version: str, keys: ApiKeys | None = None
+    ) -> None:
         self._table = table
         self._settings = settings
+        self._keys = settings.read_api_keys() if keys is None else keys
         self._servicer = InferenceServicer(table, settings, version)
         self._health = health_aio.HealthServicer()
         self._ready: bool | None = None
@@ -246,7 +241,7 @@ class GrpcFace:
         address = self._settings.grpc_address
         _refuse_live_socket(address)
         server = grpc.aio.server(
-            interceptors=[_ErrorLog()],
+            interceptors=[ApiKeyInterceptor(self._keys), _ErrorLog()],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", self._settings.max_receive_message_bytes),

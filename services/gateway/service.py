@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from quartet.services.gateway.grpc_face import BindError, GrpcFace
+from quartet.services.gateway.bind import BindError
+from quartet.services.gateway.grpc_face import GrpcFace
+from quartet.services.gateway.http.face import HttpFace
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.services.gateway.stream_table import StreamTable, TableLimits
 from quartet.shared.config import version
@@ -37,7 +39,9 @@ class Gateway:
                 recovery_deadline=settings.recovery_deadline,
             )
         )
-        self.face = GrpcFace(self.table, settings, version())
+        keys = settings.read_api_keys()
+        self.face = GrpcFace(self.table, settings, version(), keys)
+        self.http = HttpFace(self.table, settings, keys)
         identity = Identity(Role.GATEWAY, settings.name or f"gateway-{socket.gethostname()}", version=version())
         address = settings.tokenizer_link or ipc_address(settings.run_dir, "gateway")
         self._status_file = StatusFile(status_path(settings.run_dir, "gateway"))
@@ -55,11 +59,18 @@ class Gateway:
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then lets running streams end. Raises OSError when an address
         is taken."""
-        await self.face.bind()
-        self.link.start()
         try:
+            self.http.bind()
+            await self.face.bind()
+            self.link.start()
             await self.face.start()
-            _log.info("serving", grpc_address=self._settings.grpc_address, tokenizer_link=self.link.address)
+            await self.http.start()
+            _log.info(
+                "serving",
+                grpc_address=self._settings.grpc_address,
+                http_address=self._settings.http_address,
+                tokenizer_link=self.link.address,
+            )
             async with asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(self._tick()), tasks.create_task(self._follow_health())]
                 await stop.wait()
@@ -67,7 +78,7 @@ class Gateway:
                 for loop in loops:
                     loop.cancel()
         finally:
-            await self.face.stop(STOP_GRACE)
+            await asyncio.gather(self.face.stop(STOP_GRACE), self.http.stop(STOP_GRACE))
             self.link.close()
             self._status_file.remove()
 

@@ -6,8 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from quartet.shared.address import DEFAULT_ADDRESS
+from quartet.services.gateway.api_keys import ApiKeys, read_key_file
+from quartet.shared.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from quartet.shared.config import CommonSettings
+from quartet.shared.sampling_params import RequestLimits
 
 _MIB = 2**20
 
@@ -16,6 +18,9 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
     grpc_address: Annotated[
         str, Meta(description="where clients connect: host:port, [v6 address]:port or unix:path", min_length=1)
     ] = DEFAULT_ADDRESS
+    http_address: Annotated[
+        str, Meta(description="where OpenAI's clients connect: host:port or [v6 address]:port; empty: nowhere")
+    ] = DEFAULT_HTTP_ADDRESS
     tokenizer_link: Annotated[
         str, Meta(description="where tokenizers connect: ipc://path or tcp://host:port; empty: a socket in run_dir")
     ] = ""
@@ -24,6 +29,34 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
         int, Meta(description="the largest request, in bytes", ge=1024, le=32 * _MIB)
     ] = 16 * _MIB
     max_send_message_bytes: Annotated[int, Meta(description="the largest response, in bytes", ge=1024)] = 16 * _MIB
+    max_body_bytes: Annotated[
+        int, Meta(description="the largest body of an HTTP request, in bytes", ge=1024, le=32 * _MIB)
+    ] = 8 * _MIB
+    header_timeout: Annotated[
+        float, Meta(description="seconds that an HTTP request's head may take to arrive", gt=0)
+    ] = 10.0
+    body_timeout: Annotated[float, Meta(description="seconds that an HTTP request's body may take to arrive", gt=0)] = (
+        60.0
+    )
+    keep_alive_timeout: Annotated[
+        float, Meta(description="seconds that an HTTP connection may be idle between requests", gt=0)
+    ] = 75.0
+    max_prompts_per_request: Annotated[int, Meta(description="the most prompts of a completion request", ge=1)] = 128
+    max_messages: Annotated[int, Meta(description="the most messages of a chat over HTTP", ge=1)] = 4096
+    served_model_names: Annotated[
+        list[str], Meta(description="what HTTP clients may call the model; empty: its own name")
+    ] = []
+    cors_allow_origins: Annotated[
+        list[str], Meta(description="origins whose web pages may call the HTTP API; * is all")
+    ] = []
+    api_key_hashes: Annotated[
+        list[str],
+        Meta(description="sha256 of each key that is let in, as SHA256 or NAME=SHA256 (quartet keys api); empty: all"),
+    ] = []
+    api_key_file: Annotated[str, Meta(description="a file with further api_key_hashes, one a line")] = ""
+    max_requests_per_key: Annotated[
+        int, Meta(description="prompts of one API key worked on at once; 0: as many as there may be", ge=0)
+    ] = 0
     max_concurrent_requests: Annotated[
         int, Meta(description="requests worked on at once; more are refused with RESOURCE_EXHAUSTED", ge=1)
     ] = 1024
@@ -57,13 +90,44 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
     max_stop_bytes: Annotated[int, Meta(description="the longest stop string, in bytes", ge=1)] = 1024
     max_stop_token_ids: Annotated[int, Meta(description="the most stop_token_ids", ge=0)] = 128
     max_logit_bias: Annotated[int, Meta(description="the most entries in logit_bias", ge=0)] = 1024
+    max_structured_bytes: Annotated[
+        int, Meta(description="the longest schema, regex or grammar of structured output, in bytes", ge=0)
+    ] = 128 << 10
+    max_tools: Annotated[int, Meta(description="the most tools of a request", ge=0)] = 128
+    max_tools_bytes: Annotated[
+        int, Meta(description="the longest descriptions and parameters of a request's tools together, in bytes", ge=0)
+    ] = 256 << 10
 
     def __post_init__(self) -> None:
-        if self.grpc_address.startswith("unix:"):
-            return
-        host, _, port = self.grpc_address.rpartition(":")
-        # gRPC itself would take port 99999 as 34463.
-        if not host or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
-            raise ValueError(
-                f"--grpc-address must be host:port, [v6 address]:port or unix:path, got {self.grpc_address!r}"
-            )
+        if not self.grpc_address.startswith("unix:"):
+            _check_address("--grpc-address", self.grpc_address, " or unix:path")
+        if self.http_address:
+            _check_address("--http-address", self.http_address)
+        self.read_api_keys()
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        names = RequestLimits.__struct_fields__
+        return RequestLimits(**{name: getattr(self, name) for name in names if hasattr(self, name)})
+
+    def read_api_keys(self) -> ApiKeys:
+        """Raises ValueError."""
+        entries = list(self.api_key_hashes)
+        if self.api_key_file:
+            try:
+                entries += read_key_file(self.api_key_file)
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"--api-key-file: cannot read {self.api_key_file}: {error}") from None
+            if not entries:
+                raise ValueError(f"--api-key-file: there is no key in {self.api_key_file}, so nobody could come in")
+        try:
+            return ApiKeys(entries, self.max_requests_per_key)
+        except ValueError as error:
+            raise ValueError(f"--api-key-hashes: {error}") from None
+
+
+def _check_address(flag: str, address: str, more: str = "") -> None:
+    host, _, port = address.rpartition(":")
+    # gRPC itself would take port 99999 as 34463.
+    if not host or not port.isdecimal() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+        raise ValueError(f"{flag} must be host:port, [v6 address]:port{more}, got {address!r}")

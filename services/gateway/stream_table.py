@@ -36,6 +36,7 @@ from quartet.shared.messages import (
     Hello,
     Loads,
     ModelInfo,
+    PrefixCacheReset,
     PromptLogprobs,
     Release,
     Role,
@@ -106,16 +107,20 @@ class StreamTable:
                 return tokenizer.peer.model, tokenizer.peer.tokenizer_fingerprint
         raise unavailable("no model is being served yet")
 
-    def open(self, make: Callable[[int], Stream], wake: Callable[[], None]) -> Subscription:
-        """Starts the stream that `make` builds for a new request id. Raises StreamError."""
+    def admit(self, count: int) -> None:
+        """Raises StreamError when so many further streams would not be opened."""
         if self.draining:
             raise unavailable("the gateway is shutting down")
-        if len(self._open) >= self.limits.max_concurrent_requests:
+        if len(self._open) + count > self.limits.max_concurrent_requests:
             raise StreamError(
                 ErrorCode.RESOURCE_EXHAUSTED,
                 f"max_concurrent_requests: {self.limits.max_concurrent_requests} requests are being worked on",
                 retry_after_ms=RETRY_AFTER_MS,
             )
+
+    def open(self, make: Callable[[int], Stream], wake: Callable[[], None]) -> Subscription:
+        """Starts the stream that `make` builds for a new request id. Raises StreamError."""
+        self.admit(1)
         stream = make(secrets.randbits(64))
         subscription = Subscription(wake, self._close)
         subscription.start_fresh(stream)
@@ -240,7 +245,7 @@ class StreamTable:
                 self._on_attached(tokenizer, message)
             case Failed():
                 self._on_failed(tokenizer, message)
-            case Loads() | Encoded() | Decoded() | CallFailed():
+            case Loads() | Encoded() | Decoded() | PrefixCacheReset() | CallFailed():
                 self.calls.on_answer(peer, message)
             case _:
                 _log.warning("unexpected message", peer=peer.name, message=type(message).__name__)

@@ -73,6 +73,11 @@ class Subscription:
             raise error
         return events
 
+    @property
+    def failed(self) -> bool:
+        """`pull` raises, now or when what came before has been pulled."""
+        return self.error is not None or (self.stream is not None and self.stream.error is not None)
+
     def close(self) -> None:
         """The client is gone, or has all."""
         self._on_close(self)

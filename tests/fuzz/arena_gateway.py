@@ -66,7 +66,9 @@ class GatewayArena:
     def __init__(self, rng: random.Random, evil: str = "tokenizer") -> None:
         self.rng = rng
         self.mutator = Mutator(rng)
-        self.gateway = Gateway(GatewaySettings(run_dir=tempfile.gettempdir(), grpc_address="127.0.0.1:0"))
+        self.gateway = Gateway(
+            GatewaySettings(run_dir=tempfile.gettempdir(), grpc_address="127.0.0.1:0", http_address="")
+        )
         self.table = self.gateway.table
         self.now = 1000.0
         self.table._clock = self.table._searches._clock = lambda: self.now

@@ -33,7 +33,7 @@ class Serve:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "quartet.services.cli", "serve"),
-                    *("--gateway-grpc-address", self.address, *SMALL, *flags),
+                    *("--gateway-grpc-address", self.address, "--gateway-http-address=", *SMALL, *flags),
                 ],
                 env=environ,
                 stdout=log,

@@ -28,12 +28,14 @@ class Stack:
         self.run_dir.mkdir(mode=0o700)
         self.log_dir = folder
         self.address = f"127.0.0.1:{free_port()}"
+        self.http_address = f"127.0.0.1:{free_port()}"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith("QUARTET_")}
         if "QUARTET_CACHE_DIR" in os.environ:
             self.environ["QUARTET_CACHE_DIR"] = os.environ["QUARTET_CACHE_DIR"]
         self.environ |= {"QUARTET_RUN_DIR": str(self.run_dir), "QUARTET_LOG_FORMAT": "console"}
         self.environ["QUARTET_GATEWAY_GRPC_ADDRESS"] = self.address
+        self.environ["QUARTET_GATEWAY_HTTP_ADDRESS"] = self.http_address
         # One thread never waits for another that a busy machine has put aside.
         self.environ["QUARTET_EXECUTOR_NUM_THREADS"] = "1"
         for key, value in settings.items():

@@ -69,6 +69,7 @@ class Tokenizer:
 def start(run_dir, address, *flags):
     command = [sys.executable, "-m", "quartet.services.gateway", "--run-dir", str(run_dir), "--grpc-address", address]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("QUARTET_")}
+    environ["QUARTET_GATEWAY_HTTP_ADDRESS"] = ""
     return subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True, env=environ)
 
 

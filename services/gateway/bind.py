@@ -1,0 +1,35 @@
+"""Taking an address, or saying why it cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+
+class BindError(OSError):
+    """The address cannot be served."""
+
+
+def tcp_sockets(setting: str, address: str) -> list[socket.socket]:
+    """Listening sockets on all that the host's name stands for. Raises BindError."""
+    host, _, port = address.rpartition(":")
+    sockets: list[socket.socket] = []
+    with contextlib.ExitStack() as undo:
+        try:
+            found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, kind, protocol, _, target in found:
+                listener = undo.enter_context(socket.socket(family, kind, protocol))
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                if sockets and port == "0":
+                    target = (target[0], sockets[0].getsockname()[1], *target[2:])
+                listener.bind(target)
+                listener.listen(2048)
+                listener.setblocking(False)
+                sockets.append(listener)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise BindError(f"{setting}: cannot bind {address}: {reason}") from error
+        undo.pop_all()
+    return sockets

@@ -1,0 +1,65 @@
+"""What is served and whether it can be used: /v1/models, /health, /ready."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quartet.services.gateway.http.api import Api
+from quartet.services.gateway.http.exchange import Exchange
+from quartet.services.gateway.http.responses import CacheReset, Health, Model, ModelList, Readiness
+from quartet.services.gateway.stream_table import StreamTable
+from quartet.shared.messages import PrefixCacheReset, ResetPrefixCache
+
+RETRY_AFTER = (("retry-after", "1"),)
+
+
+async def models(api: Api, exchange: Exchange) -> None:
+    await exchange.respond(200, msgspec.json.encode(ModelList(_models(api))))
+
+
+async def model(api: Api, exchange: Exchange) -> None:
+    name, _ = api.model(exchange.scope["path_params"]["name"])
+    (found,) = (entry for entry in _models(api) if entry.id == name)
+    await exchange.respond(200, msgspec.json.encode(found))
+
+
+async def health(api: Api, exchange: Exchange) -> None:
+    """The process lives."""
+    await exchange.respond(200, msgspec.json.encode(Health()))
+
+
+async def ready(api: Api, exchange: Exchange) -> None:
+    """Requests can be answered now: every service is there and makes progress."""
+    reason = why_not_ready(api.table)
+    status, headers = (503, RETRY_AFTER) if reason else (200, ())
+    await exchange.respond(status, msgspec.json.encode(Readiness(not reason, reason)), headers)
+
+
+async def reset_prefix_cache(api: Api, exchange: Exchange) -> None:
+    """For operators: no prompt finds anything of what has been computed so far."""
+    reset = await api.ask(PrefixCacheReset, ResetPrefixCache)
+    await exchange.respond(200, msgspec.json.encode(CacheReset(reset.num_blocks)))
+
+
+def why_not_ready(table: StreamTable) -> str:
+    """Empty when it is."""
+    if table.draining:
+        return "the gateway is shutting down"
+    if table.ready:
+        return ""
+    peers = [tokenizer.peer for tokenizer in table.tokenizers.values() if tokenizer.peer.alive]
+    if not peers:
+        return "no tokenizer is connected"
+    if all(peer.draining for peer in peers):
+        return "every tokenizer is shutting down"
+    if any(peer.ready and peer.stalled for peer in peers):
+        return "a service makes no progress"
+    return "the scheduler or the executor is not there, or not ready yet"
+
+
+def _models(api: Api) -> list[Model]:
+    served, _ = api.table.model()
+    return [
+        Model(name, api.started_at, root=served.name, max_model_len=served.max_model_len)
+        for name in api.model_names(served)
+    ]

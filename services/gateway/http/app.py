@@ -1,0 +1,137 @@
+"""The application: routes, and around them keys, request ids and the form of errors."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quartet.services.gateway.events import StreamError
+from quartet.services.gateway.http import about, openapi, tokens
+from quartet.services.gateway.http.api import Api
+from quartet.services.gateway.http.chat import chat_completions
+from quartet.services.gateway.http.completions import completions
+from quartet.services.gateway.http.errors import ApiError, ClientLeft, api_error
+from quartet.services.gateway.http.exchange import Exchange
+from quartet.services.gateway.http.sse import error_event
+from quartet.shared.log import get_logger
+from quartet.shared.sampling_params import InvalidField
+
+LIVENESS = "/health"
+REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+
+_log = get_logger()
+
+Run = Callable[[Api, Exchange], Awaitable[None]]
+
+
+def make_app(api: Api) -> ASGIApp:
+    routes = [
+        Route(path, Endpoint(api, run), methods=[method])
+        for method, path, run in (
+            ("GET", "/v1/models", about.models),
+            ("GET", "/v1/models/{name:path}", about.model),
+            ("POST", "/v1/completions", completions),
+            ("POST", "/v1/chat/completions", chat_completions),
+            ("POST", "/tokenize", tokens.tokenize),
+            ("POST", "/detokenize", tokens.detokenize),
+            ("POST", "/reset_prefix_cache", about.reset_prefix_cache),
+            ("GET", LIVENESS, about.health),
+            ("GET", "/ready", about.ready),
+            ("GET", "/openapi.json", openapi.document),
+            ("GET", "/docs", openapi.page),
+        )
+    ]
+    starlette = Starlette(routes=routes, exception_handlers={HTTPException: _tell, Exception: _tell})
+    # An alias of a route would be one more door to guard.
+    starlette.router.redirect_slashes = False
+    app: ASGIApp = Front(starlette, api)
+    if api.settings.cors_allow_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=api.settings.cors_allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return app
+
+
+class Front:
+    """Lets in only who has a key, but to see whether the server lives, and gives each response its request id."""
+
+    def __init__(self, app: ASGIApp, api: Api) -> None:
+        self._app = app
+        self._keys = api.keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        exchange = Exchange(scope, receive, send_with_id)
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        key = self._keys.find(authorization)
+        if key is None and scope["path"] != LIVENESS:
+            await _respond(exchange, _unauthorized(bool(authorization)))
+            return
+        scope["state"]["api_key"] = key
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            _log.exception("request failed", path=scope["path"], http_request_id=request_id.decode())
+
+
+class Endpoint:
+    """A route. An error in a stream that has begun is its last event; any other one is a status."""
+
+    def __init__(self, api: Api, run: Run) -> None:
+        self._api = api
+        self._run = run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._run(self._api, exchange)
+        except ClientLeft:
+            _log.debug("the client has left", path=scope["path"])
+        except Exception as error:
+            if not isinstance(error, ApiError | InvalidField | StreamError):
+                _log.exception("request failed", path=scope["path"])
+            answer = api_error(error, exchange.fields)
+            if exchange.started:
+                await exchange.write(error_event(answer), more=False)
+            else:
+                await _respond(exchange, answer)
+
+
+async def _tell(request: Request, error: Exception) -> Response:
+    """What Starlette itself refuses, and in its words: a path or a method that is not there."""
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path[:200]}: {error.detail.lower()}"
+        answer = ApiError(error.status_code, message, headers=tuple((error.headers or {}).items()))
+    else:
+        answer = api_error(error)
+    return Response(answer.body(), answer.status, dict(answer.headers), "application/json")
+
+
+async def _respond(exchange: Exchange, error: ApiError) -> None:
+    await exchange.respond(error.status, error.body(), error.headers)
+
+
+def _unauthorized(given: bool) -> ApiError:
+    message = "the API key is not known" if given else "an API key is needed: Authorization: Bearer KEY"
+    return ApiError(401, message, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))

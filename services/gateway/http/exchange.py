@@ -1,0 +1,193 @@
+"""One request and its response, on ASGI's three callables."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from quartet.services.gateway.api_keys import ApiKey
+from quartet.services.gateway.http.errors import ApiError, ClientLeft, invalid
+
+JSON = b"application/json"
+# What of a refused body is still read, so that the client gets to read the answer instead of a reset connection.
+MAX_DISCARDED = 64 * 2**20
+DISCARD_SECONDS = 5.0
+
+_AT_PATH = re.compile(r"^(.*?) - at `(?:key in )?\$\.?(.*?)`$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`", re.DOTALL)
+
+T = TypeVar("T")
+
+
+class Exchange:
+    """`started`: the response's head has been sent, so an error can no longer be a status. `fields`: what this
+    endpoint calls fields that the services behind call otherwise."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self.started = False
+        self.fields: dict[str, str] = {}
+
+    @property
+    def key(self) -> ApiKey:
+        key: ApiKey = self.scope["state"]["api_key"]
+        return key
+
+    def header(self, name: bytes) -> bytes | None:
+        return next((value for key, value in self.scope["headers"] if key == name), None)
+
+    async def read_json(self, decoder: msgspec.json.Decoder[T], max_bytes: int, timeout: float) -> T:
+        """The body. Raises ApiError, ClientLeft."""
+        content_type = (self.header(b"content-type") or JSON).split(b";")[0].strip().lower()
+        if content_type != JSON and not content_type.endswith(b"+json"):
+            raise ApiError(415, "content-type must be application/json")
+        if self.header(b"content-encoding") not in (None, b"identity"):
+            raise ApiError(415, "content-encoding: bodies are read as they are only")
+        try:
+            async with asyncio.timeout(timeout):
+                body = await self._read(max_bytes)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {timeout:g} s", headers=_CLOSE) from None
+        return decode(decoder, body)
+
+    async def respond(self, status: int, body: bytes, headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """The whole response, as JSON."""
+        self.started = True
+        head = [(b"content-type", JSON), (b"content-length", str(len(body)).encode())]
+        head += [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def start_events(self) -> None:
+        """The head of a stream of server-sent events."""
+        self.started = True
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    @contextlib.asynccontextmanager
+    async def while_client_is_there(self) -> AsyncIterator[None]:
+        """Cancels what is within when the client leaves, and raises ClientLeft then. To be entered after the body
+        has been read."""
+        task = asyncio.current_task()
+        assert task is not None
+        left = False
+
+        async def watch() -> None:
+            nonlocal left
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            left = True
+            task.cancel()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            yield
+        except asyncio.CancelledError:
+            if left and task.uncancel() == 0:
+                raise ClientLeft from None
+            raise
+        finally:
+            watcher.cancel()
+
+    async def _read(self, max_bytes: int) -> bytes:
+        announced = self.header(b"content-length")
+        too_large = announced is not None and announced.isdigit() and int(announced) > max_bytes
+        if too_large and self.header(b"expect") is not None:
+            raise _too_large(max_bytes)  # the client waits for a word before it sends
+        chunks: list[bytes] = []
+        size, more = 0, True
+        deadline = None
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            size += len(message["body"])
+            more = message["more_body"]
+            if size > max_bytes or too_large:
+                too_large = True
+                chunks.clear()
+                now = asyncio.get_running_loop().time()
+                deadline = deadline or now + DISCARD_SECONDS
+                if size > MAX_DISCARDED or now > deadline:
+                    break
+            else:
+                chunks.append(message["body"])
+        if too_large:
+            raise _too_large(max_bytes)
+        return b"".join(chunks)
+
+
+_CLOSE = (("connection", "close"),)
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body has more than {max_bytes} bytes (the gateway's max_body_bytes)"
+    return ApiError(413, message, code="request_too_large", headers=_CLOSE)
+
+
+def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Raises ApiError that names the field."""
+    if not body:
+        raise ApiError(400, "the body is empty; a JSON object is expected")
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid_value(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        constant = _field_of_constant(body)
+        if constant is not None:
+            raise invalid(constant, "NaN and Infinity are no JSON, and no value for it") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deeply") from None
+
+
+def _invalid_value(text: str) -> ApiError:
+    at = _AT_PATH.match(text)
+    message, path = (at[1], at[2]) if at else (text, "")
+    unknown = _UNKNOWN.match(message)
+    if unknown:
+        path = f"{path}.{unknown[1]}" if path else unknown[1]
+        return ApiError(400, f"{path}: there is no such field", param=path, code="unknown_parameter")
+    missing = re.match(r"Object missing required field `(.*?)`", message)
+    if missing:
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return ApiError(400, f"{path}: is required", param=path, code="missing_required_parameter")
+    message = message[:1].lower() + message[1:].replace("`", "")
+    if not path:
+        return ApiError(400, f"the body must be a JSON object: {message}")
+    return invalid(path, message)
+
+
+def _field_of_constant(body: bytes) -> str | None:
+    """The first field whose value is NaN or Infinity, which some clients write; None when that is not what is wrong."""
+    if b"NaN" not in body and b"Infinity" not in body:
+        return None
+    import json
+
+    found: list[str] = []
+    constant = object()
+
+    def pairs(items: list[tuple[str, Any]]) -> None:
+        found.extend(name for name, value in items if value is constant)
+
+    try:
+        json.loads(body, parse_constant=lambda _: constant, object_pairs_hook=pairs)
+    except (ValueError, RecursionError):
+        return None
+    return found[0] if found else None
