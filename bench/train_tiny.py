@@ -1,4 +1,4 @@
-"""Trains a small byte-level Llama in float32 for some minutes on a CPU, and saves it as a model folder.
+"""Trains a small byte-level Llama in float32, some minutes on a CPU, and saves it as a model folder.
 
     python -m bench.train_tiny FOLDER
 
@@ -23,7 +23,7 @@ DATA = Path(__file__).with_name("data")
 # 256 begins and 257 ends a text.
 VOCAB_SIZE = 258
 CONTEXT = 256
-BATCH = 16
+BATCH = 8
 PEAK_RATE = 2e-3
 WARM_UP = 0.05
 
@@ -48,39 +48,39 @@ def new_model() -> transformers.LlamaForCausalLM:
 
 
 def learning_rate(done: float) -> float:
-    """`done` of the time, 0 to 1: up at first, then down along a cosine."""
+    """`done` of the steps, 0 to 1: up at first, then down along a cosine."""
     return PEAK_RATE * (done / WARM_UP if done < WARM_UP else 0.5 + 0.5 * math.cos(math.pi * done))
 
 
-def train(model: transformers.LlamaForCausalLM, text: bytes, seconds: float) -> None:
+def train(model: transformers.LlamaForCausalLM, text: bytes, num_steps: int) -> None:
     ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.1)
     model.train()
-    started, num_steps = time.monotonic(), 0
-    while (done := (time.monotonic() - started) / seconds) < 1:
+    started = time.monotonic()
+    for step in range(num_steps):
         begins = torch.randint(len(ids) - CONTEXT, (BATCH,)).tolist()
         batch = torch.stack([ids[begin : begin + CONTEXT] for begin in begins])
         loss = model(input_ids=batch, labels=batch).loss
-        optimizer.param_groups[0]["lr"] = learning_rate(done)
+        optimizer.param_groups[0]["lr"] = learning_rate(step / num_steps)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        num_steps += 1
-        if num_steps % 50 == 0:
-            print(f"{100 * done:3.0f} %  step {num_steps}  loss {float(loss):.3f}", file=sys.stderr, flush=True)
+        if (step + 1) % 20 == 0:
+            passed = time.monotonic() - started
+            print(f"step {step + 1}  loss {float(loss):.3f}  {passed:.0f} s", file=sys.stderr, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--seconds", type=float, default=210.0, help="of training (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help=f"of {BATCH} x {CONTEXT} bytes (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     model = new_model()
-    train(model, (DATA / "paradise_lost_1_10.txt").read_bytes(), arguments.seconds)
+    train(model, (DATA / "paradise_lost_1_10.txt").read_bytes(), arguments.steps)
     model.save_pretrained(arguments.folder)
 
 
