@@ -76,6 +76,7 @@ def summary(load: Load, rounds: Sequence[Round]) -> dict[str, Any]:
             role: round(statistics.fmean(round_.used[role] for round_ in rounds), 2) for role in (*ROLES, "client")
         },
         "failed": sum(round_.client["num_failed"] for round_ in rounds),
+        "cached_tokens": sum(round_.client["cached_tokens"] for round_ in rounds),
     }
     if load.concurrency == 1 and load.output_tokens > 2:
         found["decode_tokens_per_second"] = spread(
