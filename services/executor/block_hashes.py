@@ -18,13 +18,14 @@ IntArray = npt.NDArray[np.int64]
 class _Chain:
     """A row's hash chain: `parent` is the hash of its block number num_hashed - 1 (or the root)."""
 
-    __slots__ = ("first_own", "num_hashed", "parent")
+    __slots__ = ("first_own", "num_hashed", "parent", "records")
 
-    def __init__(self, root: bytes, first_own: int) -> None:
+    def __init__(self, root: bytes, first_own: int, records: bool) -> None:
         self.parent = root
         self.num_hashed = 0
         # Blocks before this one were there when the row came: parents, which others have recorded.
         self.first_own = first_own
+        self.records = records
 
 
 class BlockHashes:
@@ -37,8 +38,9 @@ class BlockHashes:
         self._chains: dict[int, _Chain] = {}
         self._num_hashed = np.zeros(max_num_seqs, np.int64)
 
-    def start_row(self, req_index: int, hash_root: bytes, num_computed_tokens: int) -> None:
-        self._chains[req_index] = _Chain(hash_root, num_computed_tokens // self._block_size)
+    def start_row(self, req_index: int, hash_root: bytes, num_computed_tokens: int, records: bool = True) -> None:
+        """`records`: whether the hashes of blocks that it fills are to be known."""
+        self._chains[req_index] = _Chain(hash_root, num_computed_tokens // self._block_size, records)
         self._num_hashed[req_index] = 0
 
     def clear_rows(self) -> None:
@@ -48,6 +50,12 @@ class BlockHashes:
     def clear(self) -> None:
         self._chains.clear()
         self._known[:] = False
+
+    def erase_all(self) -> None:
+        """Nothing is known of any block, and rows that are there record nothing from now on."""
+        self._known[:] = False
+        for chain in self._chains.values():
+            chain.records = False
 
     def erase(self, block_ids: IntArray) -> None:
         """Called before these blocks [N] are written."""
@@ -67,6 +75,8 @@ class BlockHashes:
         filled: list[tuple[int, bytes]] = []
         for req_index, full in zip(rows[grown].tolist(), num_full[grown].tolist(), strict=True):
             chain, size = self._chains[req_index], self._block_size
+            if not chain.records:
+                continue
             for logical in range(chain.num_hashed, full):
                 packed = token_ids[req_index, logical * size : (logical + 1) * size].astype("<u4").tobytes()
                 chain.parent = block_hash(chain.parent, packed)

@@ -168,7 +168,15 @@ class InputBatch:
         self.prompt_logprobs_start[index] = row.prompt_logprobs_start if wants_prompt else -1
         self.num_prompt_logprobs[index] = row.sampling.prompt_logprobs or 0
         self.block_table.append(np.full(len(new.block_ids), index), new.block_ids)
-        self.sampling.add(index, row.sampling, row.eos_token_ids, row.choice_index, token_ids, row.num_prompt_tokens)
+        self.sampling.add(
+            index,
+            row.sampling,
+            row.eos_token_ids,
+            row.choice_index,
+            token_ids,
+            row.num_prompt_tokens,
+            row.vocabulary,
+        )
 
     # --- checks -----------------------------------------------------------------------------------
 

@@ -8,7 +8,17 @@ from typing import Protocol
 
 from quartet.services.executor.plan_columns import PlanError
 from quartet.shared.log import get_logger
-from quartet.shared.messages import Granted, Message, PlanRefused, StepFailed, StepPlan, StepResult, Takeover
+from quartet.shared.messages import (
+    EraseHashes,
+    Granted,
+    Message,
+    PlanRefused,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    Takeover,
+    Vocabulary,
+)
 
 _log = get_logger()
 
@@ -35,6 +45,10 @@ class Runner(Protocol):
     def offers(self) -> tuple[bytes, bytes]: ...
 
     def launch(self, plan: StepPlan) -> PendingStep: ...
+
+    def add_vocabulary(self, part: Vocabulary) -> None: ...
+
+    def erase_hashes(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -76,6 +90,10 @@ class ExecutorLoop:
                 return self._takeover(message)
             case StepPlan():
                 return self._plan(message)
+            case Vocabulary():
+                return self._runner.add_vocabulary(message)
+            case EraseHashes():
+                return self._runner.erase_hashes()
         _log.warning("unexpected message dropped", message=type(message).__name__)
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from quartet.services.executor.engine import Engine, Forward, PendingSample
 from quartet.services.executor.input_batch import InputBatch, Step
 from quartet.services.executor.logprobs import gather_logprobs
 from quartet.services.executor.sampler import SamplerOutput
+from quartet.services.executor.structured_rows import StructuredRows
 from quartet.shared.block_hash import hash_root
 from quartet.shared.messages import (
     FAILED_TOKEN_ID,
@@ -22,6 +24,7 @@ from quartet.shared.messages import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    Vocabulary,
 )
 from quartet.shared.sampling_params import SamplingParams
 
@@ -44,15 +47,24 @@ class ModelRunner:
         self._batch = batch
         self._block_size = batch.block_table.block_size
         self._hashes = BlockHashes(batch.num_blocks, batch.max_num_seqs, self._block_size)
+        self._unsettled: deque[LaunchedStep] = deque()
 
     def reset(self) -> None:
         """All rows leave; KV memory and the hashes of whole blocks stay."""
+        self._unsettled.clear()
         self._batch.clear()
         self._hashes.clear_rows()
 
     def offers(self) -> tuple[bytes, bytes]:
         """Blocks that hold a whole known prefix; see `Granted`."""
         return self._hashes.offers()
+
+    def add_vocabulary(self, part: Vocabulary) -> None:
+        self._batch.sampling.structured.add_vocabulary(part)
+
+    def erase_hashes(self) -> None:
+        """What blocks hold is not known any more, and rows that are there now record nothing."""
+        self._hashes.erase_all()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """`launch` and its result."""
@@ -64,7 +76,7 @@ class ModelRunner:
         launched before this one's result is asked for, unless it gives a row away that this one names."""
         step = self._batch.apply(plan)
         for row in plan.new_rows:
-            self._hashes.start_row(row.req_index, row.hash_root, row.num_computed_tokens)
+            self._hashes.start_row(row.req_index, row.hash_root, row.num_computed_tokens, row.write_prefix_cache)
         self._engine.add_rows([row.req_index for row in plan.new_rows])
         result = StepResult(plan.epoch, plan.step_id, b"")
         launched = LaunchedStep(self, result, step, self._batch.generation[step.rows])
@@ -77,14 +89,27 @@ class ModelRunner:
         result.prompt_logprobs = self._prompt_logprobs(step, forward)
         self.times.spent("logits")
         if len(step.sampled_rows):
+            if self._batch.sampling.structured.any(step.sampled_rows):
+                self._settle()
             launched.places = self._batch.num_tokens[step.sampled_rows]
             launched.sample = self._engine.sample(step, forward)
             self._batch.expect_sampled(step.sampled_rows)
             self.times.spent("sampling")
+            self._unsettled.append(launched)
         return launched
+
+    def _settle(self) -> None:
+        """Takes in the tokens of all steps before: what a structured row may draw depends on its last one. Where a
+        device computes, it has the next forward pass to go on with."""
+        while self._unsettled:
+            self._unsettled[0].settle()
 
     def finish(self, launched: LaunchedStep) -> StepResult:
         """What a step leaves once its tokens are known; see LaunchedStep.result."""
+        if launched.sample is not None:
+            # In their order, so it is the first; or a reset has taken all.
+            while self._unsettled and self._unsettled.popleft() is not launched:
+                pass
         result, step, batch = launched.step_result, launched.step, self._batch
         # Rows that a later plan has removed already are nobody's, or another request's.
         kept = batch.generation[step.rows] == launched.generation
@@ -99,13 +124,14 @@ class ModelRunner:
 
     def _store(self, result: StepResult, launched: LaunchedStep, output: SamplerOutput, kept: BoolArray) -> None:
         rows = launched.step.sampled_rows
-        failed = output.failed | (self._batch.failed[rows] & kept)
+        structured = self._batch.sampling.structured
+        failed = output.failed | ((self._batch.failed[rows] | structured.failed(rows)) & kept)
         self._batch.store_sampled(rows[kept], launched.places[kept], output.token_ids[kept], failed[kept])
         self.times.spent("sampling")
         result.token_ids = np.where(failed, FAILED_TOKEN_ID, output.token_ids).astype("<u4").tobytes()
         result.logprobs = output.logprobs
         if failed.any():
-            _report_failures(result, output, rows, failed)
+            _report_failures(result, output, rows, failed, structured)
 
     def warm_up(self, samplings: Sequence[SamplingParams] = WARM_UP) -> None:
         """Runs a prefill and a decode step on made-up tokens for each of `samplings`, so that no request pays for
@@ -185,6 +211,7 @@ class LaunchedStep:
     generation: IntArray
     sample: PendingSample | None = None
     places: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    _settled: StepResult | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -196,12 +223,24 @@ class LaunchedStep:
 
     def result(self) -> StepResult:
         """To be called once, in the order of the steps."""
-        return self.runner.finish(self)
+        self.settle()
+        assert self._settled is not None
+        return self._settled
+
+    def settle(self) -> None:
+        """Waits for its tokens and takes them in; once only, in the order of the steps."""
+        if self._settled is None:
+            self._settled = self.runner.finish(self)
 
 
-def _report_failures(result: StepResult, output: SamplerOutput, rows: IntArray, failed: npt.NDArray[np.bool_]) -> None:
+def _report_failures(
+    result: StepResult, output: SamplerOutput, rows: IntArray, failed: BoolArray, structured: StructuredRows
+) -> None:
     for place in np.flatnonzero(failed).tolist():
-        reason = "the model's logits are not finite" if output.failed[place] else "an earlier step of this row failed"
+        reason = structured.failure(int(rows[place]))
+        if not reason:
+            nan = output.failed[place]
+            reason = "the model's logits are not finite" if nan else "an earlier step of this row failed"
         result.errors.append((int(rows[place]), reason))
         if result.logprobs is not None:
             result.logprobs[place] = None

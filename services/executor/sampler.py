@@ -1,7 +1,7 @@
 """From logits to tokens, in float32, a whole batch of rows at once.
 
-The order: logit_bias, penalties, min_tokens; then log-probabilities are taken; then temperature,
-top_k, top_p over what top_k left, min_p. Truncation is by a threshold on the values, so tokens that
+The order: logit_bias, penalties, min_tokens, structured output; then log-probabilities are taken; then
+temperature, top_k, top_p over what top_k left, min_p. Truncation is by a threshold on the values, so tokens that
 tie at the edge all stay and a row's outcome never depends on its neighbours.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quartet.services.executor.allowed_tokens import keep_allowed
 from quartet.services.executor.logprobs import gather_logprobs
 from quartet.services.executor.noise import uniform
 from quartet.services.executor.sampling_rows import SamplingRows
@@ -46,6 +47,9 @@ def sample(logits: torch.Tensor, state: SamplingRows, rows: IntArray, output_ind
     """
     logits = logits[:, : state.vocab_size]
     _adjust(logits, state, rows, output_indices)
+    allowed = state.structured.allowed(rows)
+    if allowed is not None:
+        keep_allowed(logits, allowed)
     best, token_ids = _row_max(logits)
     failed = ~np.isfinite(best)
     random = np.flatnonzero(state.is_random[rows] & ~failed)

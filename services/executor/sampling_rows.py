@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from quartet.services.executor.structured_rows import StructuredRows
 from quartet.services.executor.token_counts import TokenCounts
 from quartet.shared.sampling_params import SamplingParams
 
@@ -40,6 +41,7 @@ class SamplingRows:
         self.logit_bias: dict[int, tuple[IntArray, npt.NDArray[np.float32]]] = {}
         self.token_counts: dict[int, TokenCounts] = {}
         self.stop_ids: dict[int, IntArray] = {}
+        self.structured = StructuredRows(max_num_seqs, vocab_size)
 
     def add(
         self,
@@ -49,8 +51,9 @@ class SamplingRows:
         choice_index: int,
         token_ids: npt.NDArray[np.int32],
         num_prompt_tokens: int,
+        vocabulary: str = "",
     ) -> None:
-        """`token_ids` [N]: the prompt, then the outputs so far."""
+        """`token_ids` [N]: the prompt, then the outputs so far. `vocabulary`: see NewRow."""
         self.remove([req_index])
         self.temperature[req_index] = params.temperature
         self.top_k[req_index] = params.top_k
@@ -77,16 +80,22 @@ class SamplingRows:
         if params.min_tokens > 0:
             stops = {*params.stop_token_ids, *eos_token_ids}
             self.stop_ids[req_index] = np.array([i for i in stops if 0 <= i < self.vocab_size], np.int64)
+        if params.structured is not None:
+            outputs = token_ids[num_prompt_tokens:].tolist()
+            end_ids = {*params.stop_token_ids, *eos_token_ids}
+            self.structured.add(req_index, params.structured, vocabulary, outputs, end_ids)
 
     def remove(self, req_indices: Iterable[int]) -> None:
         for req_index in req_indices:
             self.logit_bias.pop(req_index, None)
             self.token_counts.pop(req_index, None)
             self.stop_ids.pop(req_index, None)
+            self.structured.remove(req_index)
             self.min_tokens[req_index] = 0
 
     def append(self, req_indices: IntArray, token_ids: IntArray) -> None:
-        """Counts one new output token for each of the rows."""
+        """One new output token for each of the rows."""
+        self.structured.append(req_indices, token_ids)
         if self.token_counts:
             for req_index, token_id in zip(req_indices.tolist(), token_ids.tolist(), strict=True):
                 if counts := self.token_counts.get(req_index):

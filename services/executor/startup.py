@@ -95,6 +95,7 @@ def _model_info(files: ModelFiles, batch: InputBatch, dtype_name: str, device: t
         max_num_batched_tokens=batch.max_num_batched_tokens,
         dtype=dtype_name,
         device=device.type,
+        structured_output=True,
     )
 
 

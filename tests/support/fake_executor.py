@@ -21,6 +21,7 @@ from quartet.shared.messages import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    Vocabulary,
 )
 
 EOS = 2
@@ -115,6 +116,12 @@ class FakeRunner:
 
     def offers(self) -> tuple[bytes, bytes]:
         return pack_u32(list(self.hashes)), b"".join(self.hashes.values())
+
+    def add_vocabulary(self, part: Vocabulary) -> None:
+        raise AssertionError("a model without structured_output is sent no vocabulary")
+
+    def erase_hashes(self) -> None:
+        self.hashes.clear()
 
     def launch(self, plan: StepPlan) -> AnsweredStep:
         return AnsweredStep(self.execute(plan))

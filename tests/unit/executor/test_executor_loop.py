@@ -4,7 +4,17 @@ import pytest
 
 from quartet.services.executor.loop import AnsweredStep, ExecutorLoop
 from quartet.services.executor.plan_columns import PlanError
-from quartet.shared.messages import Granted, PlanRefused, Release, StepFailed, StepPlan, StepResult, Takeover
+from quartet.shared.messages import (
+    EraseHashes,
+    Granted,
+    PlanRefused,
+    Release,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    Takeover,
+    Vocabulary,
+)
 
 
 class FakeRunner:
@@ -17,6 +27,12 @@ class FakeRunner:
 
     def offers(self) -> tuple[bytes, bytes]:
         return b"\1\0\0\0", b"h" * 32
+
+    def add_vocabulary(self, part: Vocabulary) -> None:
+        self.calls.append(f"vocabulary {part.fingerprint}")
+
+    def erase_hashes(self) -> None:
+        self.calls.append("erase")
 
     def launch(self, plan: StepPlan) -> AnsweredStep:
         self.calls.append(f"step {plan.step_id}")
@@ -159,3 +175,11 @@ def test_a_step_that_fails_takes_later_ones_with_it(late_loop: ExecutorLoop, pla
 def test_a_takeover_drops_steps_in_flight(late_loop: ExecutorLoop) -> None:
     assert isinstance(late_loop.handle(Takeover(8)), Granted)
     assert not late_loop.in_flight
+
+
+def test_a_vocabulary_and_the_erasing_of_hashes_need_no_epoch_and_no_answer(
+    loop: ExecutorLoop, runner: FakeRunner
+) -> None:
+    assert loop.handle(Vocabulary("v", 1, 0, [b"a"])) is None
+    assert loop.handle(EraseHashes()) is None
+    assert runner.calls == ["vocabulary v", "erase"] and not loop.in_flight

@@ -16,7 +16,7 @@ from quartet.services.executor.service import ExecutorService
 from quartet.services.executor.step_times import StepTimes
 from quartet.shared.link import Identity, Peer, Status
 from quartet.shared.liveness import StatusFile
-from quartet.shared.messages import AnyMessage, Granted, Role, StepPlan, StepResult, Takeover
+from quartet.shared.messages import AnyMessage, Granted, Role, StepPlan, StepResult, Takeover, Vocabulary
 from quartet.shared.transport import Binder
 
 
@@ -25,6 +25,10 @@ class FakeRunner:
 
     def offers(self) -> tuple[bytes, bytes]:
         return b"", b""
+
+    def add_vocabulary(self, part: Vocabulary) -> None: ...
+
+    def erase_hashes(self) -> None: ...
 
     def launch(self, plan: StepPlan) -> AnsweredStep:
         return AnsweredStep(StepResult(plan.epoch, plan.step_id, b""))

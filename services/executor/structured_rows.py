@@ -1,0 +1,182 @@
+"""Rows whose output must follow a grammar: a matcher each, and the tokens that it allows next.
+
+Matchers are advanced and masks computed in a thread, for which the library releases the GIL: between a token's
+arrival and the end of the next forward pass there is time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+
+from quartet.services.executor.allowed_tokens import AllowedTokens
+from quartet.services.executor.grammars import Grammars
+from quartet.shared.messages import Vocabulary
+from quartet.shared.sampling_params import StructuredOutput
+from quartet.shared.structured_output import NO_TOKEN, GrammarError, why
+
+IntArray = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+
+# Of the thread's own time. Usual is a ten-thousandth; who needs more would keep everyone waiting again and again.
+MAX_MASK_SECONDS = 0.5
+
+
+class StructuredRows:
+    """Rows by req_index. All methods but the thread's work are for the main thread."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._grammars = Grammars()
+        self._rows: dict[int, _Row] = {}
+        self._thread = ThreadPoolExecutor(1, "masks")
+        self._advanced: Future[None] | None = None
+        self._bits = np.zeros((max_num_seqs, -(-vocab_size // 8)), np.uint8)
+
+    def add_vocabulary(self, part: Vocabulary) -> None:
+        self._grammars.add(part)
+
+    def add(
+        self, req_index: int, structured: StructuredOutput, vocabulary: str, outputs: Sequence[int], end_ids: set[int]
+    ) -> None:
+        """`outputs` so far; `end_ids` end the output where it is complete."""
+        row = self._rows[req_index] = _Row(self._bits[req_index], end_ids)
+        num_tokens = self._grammars.num_tokens(vocabulary)
+        if num_tokens is None:
+            row.failure = "the vocabulary of its structured output has not been sent"
+            return
+        compiled = self._grammars.compile(structured, vocabulary)
+        outputs = list(outputs)
+        row.started = self._grammars.pool.submit(lambda: row.start(compiled, num_tokens, outputs))
+
+    def remove(self, req_index: int) -> None:
+        row = self._rows.pop(req_index, None)
+        if row is not None and row.started is not None:
+            row.started.cancel()
+
+    def any(self, rows: IntArray) -> bool:
+        """Whether one of these rows is structured."""
+        return bool(self._rows) and any(req_index in self._rows for req_index in rows.tolist())
+
+    def append(self, req_indices: IntArray, token_ids: IntArray) -> None:
+        """One new output token for each of the rows."""
+        if not self._rows:
+            return
+        told = [
+            (row, token_id)
+            for req_index, token_id in zip(req_indices.tolist(), token_ids.tolist(), strict=True)
+            if (row := self._rows.get(req_index)) is not None
+        ]
+        for row, _ in told:
+            row.wait()
+        if told:
+            self._advanced = self._thread.submit(_advance, told)
+
+    def allowed(self, rows: IntArray) -> AllowedTokens | None:
+        """What the next token of each structured row among `rows` may be; None where there is none. Waits."""
+        if not self._rows:
+            return None
+        req_indices = rows.tolist()
+        places = [place for place, req_index in enumerate(req_indices) if req_index in self._rows]
+        if not places:
+            return None
+        for place in places:
+            self._rows[req_indices[place]].wait()
+        if self._advanced is not None:
+            self._advanced.result()
+        # Of a row that has failed no token counts, and others are not to be troubled by it.
+        usable = [place for place in places if not self._rows[req_indices[place]].failure]
+        return AllowedTokens(np.array(usable, np.int64), self._bits[rows[usable]])
+
+    def failure(self, req_index: int) -> str:
+        """Why the row cannot go on; empty when it can. As of the last call of `allowed`."""
+        row = self._rows.get(req_index)
+        return row.failure if row is not None else ""
+
+    def failed(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        """[R] whether a row cannot go on."""
+        if not self._rows:
+            return np.zeros(len(rows), bool)
+        return np.array([bool(self.failure(req_index)) for req_index in rows.tolist()], bool)
+
+
+class _Row:
+    """`bits` is written by the threads: by `start` before `started` is done, then by `advance`."""
+
+    def __init__(self, bits: ByteArray, end_ids: set[int]) -> None:
+        self.started: Future[None] | None = None
+        self.failure = ""
+        self._bits = bits
+        self._end_ids = end_ids
+        self._matcher: LLMatcher | None = None
+        self._num_tokens = 0
+        self._mask = np.zeros(0, np.uint8)
+        self._ended = False
+
+    def wait(self) -> None:
+        """Until it has started."""
+        if self.started is not None:
+            self.started.result()
+            self.started = None
+
+    def start(self, compiled: Future[LLMatcher], num_tokens: int, outputs: list[int]) -> None:
+        try:
+            self._matcher = compiled.result().deep_copy()
+        except GrammarError as error:
+            self.failure = f"structured: {error}"
+            return
+        self._num_tokens = num_tokens
+        self._mask = np.zeros(-(-(num_tokens + 1) // 32) * 4, np.uint8)
+        self._end_ids = {i for i in self._end_ids if 0 <= i < num_tokens}
+        if outputs and not self._matcher.consume_tokens(outputs):
+            self.failure = "the outputs so far do not follow its structured output"
+            return
+        self._timed(lambda: None)
+
+    def advance(self, token_id: int) -> None:
+        if self.failure or self._ended:
+            return
+        if token_id in self._end_ids:
+            # What is sampled behind the end, by a plan that was made before it was known, is dropped.
+            self._ended = True
+            self._bits[:] = 0xFF
+            return
+        assert self._matcher is not None
+        matcher = self._matcher
+        self._timed(lambda: matcher.consume_token(token_id))
+
+    def _timed(self, advance: Callable[[], object]) -> None:
+        started = time.thread_time()
+        advance()
+        self._compute_mask()
+        if not self.failure and time.thread_time() - started > MAX_MASK_SECONDS:
+            self.failure = "its structured output takes too long to follow"
+
+    def _compute_mask(self) -> None:
+        assert self._matcher is not None
+        mask, matcher, end = self._mask, self._matcher, self._num_tokens
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if matcher.is_error():
+            self.failure = f"structured: {why(matcher)}"
+            return
+        complete = bool(mask[end >> 3] >> (end & 7) & 1)
+        mask[end >> 3] &= ~np.uint8(1 << (end & 7))
+        for i in self._end_ids:
+            if complete:
+                mask[i >> 3] |= np.uint8(1 << (i & 7))
+            else:
+                mask[i >> 3] &= ~np.uint8(1 << (i & 7))
+        width = min(len(self._bits), len(mask))
+        self._bits[:width] = mask[:width]
+        self._bits[width:] = 0
+        if not self._bits.any():
+            self.failure = f"structured: {NO_TOKEN}"
+
+
+def _advance(told: list[tuple[_Row, int]]) -> None:
+    for row, token_id in told:
+        row.advance(token_id)
