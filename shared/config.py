@@ -26,7 +26,17 @@ import msgspec
 EXIT_SETTINGS_ERROR = 2
 SECTIONS = ("gateway", "tokenizer", "scheduler", "executor", "serve")
 # Read elsewhere or by tools around the services, so never an unknown setting.
-RESERVED_ENVIRONMENT = frozenset({"QUARTET_CONFIG", "QUARTET_CACHE_DIR", "QUARTET_ADDRESS"})
+RESERVED_ENVIRONMENT = frozenset(
+    {
+        "QUARTET_CONFIG",
+        "QUARTET_CACHE_DIR",
+        "QUARTET_ADDRESS",
+        "QUARTET_API_KEY",
+        "QUARTET_TLS_CA",
+        "QUARTET_TLS_CERT",
+        "QUARTET_TLS_KEY",
+    }
+)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 

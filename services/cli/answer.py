@@ -26,7 +26,7 @@ def build_parser(command: str, description: str, epilog: str) -> argparse.Argume
     parser = argparse.ArgumentParser(
         f"quartet {command}",
         description=description,
-        epilog=epilog,
+        epilog=f"{epilog}\nA server with API keys is given one in QUARTET_API_KEY.\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -98,7 +98,7 @@ def run_with_client(command: str, options: argparse.Namespace, body: Callable[[A
         print(f"quartet {command}: {error}; run: pip install 'quartet[client]'", file=sys.stderr)
         return 1
     try:
-        with Client(options.address) as client:
+        with Client(options.address, api_key=os.environ.get("QUARTET_API_KEY", "")) as client:
             if options.wait is not None:
                 client.wait_ready(options.wait)
             return body(client)

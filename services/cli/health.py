@@ -15,7 +15,8 @@ DESCRIPTION = """Exits with 0 when the service is ready, with 1 and one line tha
 
 Without an argument it asks the gateway over gRPC (grpc.health.v1), whose readiness stands for the
 whole line: it fails while no executor makes progress. With a service's name it reads the status
-file that the service rewrites with each heartbeat in its run_dir; a frozen process leaves it stale."""
+file that the service rewrites with each heartbeat in its run_dir; a frozen process leaves it stale.
+A gateway with API keys wants one in QUARTET_API_KEY, or to be asked by its name."""
 EPILOG = """examples:
   quartet health
   quartet health --address gateway:50051
@@ -61,7 +62,9 @@ def _ask_gateway(address: str, timeout: float) -> str | None:
         return "grpcio is not installed; run: pip install 'quartet[client]'"
     with grpc.insecure_channel(address) as channel:
         try:
-            answer: bytes = channel.unary_unary(HEALTH_CHECK)(HEALTH_REQUEST, timeout=timeout)
+            key = os.environ.get("QUARTET_API_KEY")
+            metadata = [("authorization", f"Bearer {key}")] if key else None
+            answer: bytes = channel.unary_unary(HEALTH_CHECK)(HEALTH_REQUEST, timeout=timeout, metadata=metadata)
         except grpc.RpcError as error:
             return f"{address}: {error.code().name}: {error.details()}"
     return None if answer.startswith(HEALTH_SERVING) else f"{address}: not ready"

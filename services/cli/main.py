@@ -21,14 +21,14 @@ use a running server:
   generate   stream one answer to standard output
 
 run one service by itself (containers, several machines):
-  gateway    takes clients' gRPC streams
+  gateway    takes clients' requests, over gRPC and HTTP
   tokenizer  text to tokens and back
   scheduler  plans every step
   executor   runs the model
 
 tools:
   fetch      download a model into the cache and print where it is
-  keys       make the keys of links between hosts
+  keys       make the keys of links between hosts, and API keys
   conformance  check that a service keeps the wire protocol (for services of your own)
   health     exit with 0 when a service is ready (for container health checks)
 

@@ -18,7 +18,7 @@ import msgspec
 
 from quartet.services.cli.processes import Process, SignalInbox
 from quartet.services.cli.supervisor import FETCH, GATEWAY, SERVICES, Phase, Supervisor
-from quartet.shared.address import DEFAULT_ADDRESS
+from quartet.shared.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from quartet.shared.config import (
     EXIT_SETTINGS_ERROR,
     CommonSettings,
@@ -105,11 +105,13 @@ def main(argv: Sequence[str]) -> int:
     settings = load_settings(ServeSettings, "serve", arguments.own, description=DESCRIPTION, epilog=EPILOG)
     configure_logging("serve", settings.log_level, settings.log_format, settings.name)
     config = flag_value(arguments.own, "--config") or os.environ.get("QUARTET_CONFIG", "")
-    address = peek_setting("gateway", "grpc_address", arguments.services[GATEWAY], os.environ, config)
+    flags = arguments.services[GATEWAY]
+    address = peek_setting("gateway", "grpc_address", flags, os.environ, config)
+    http_address = peek_setting("gateway", "http_address", flags, os.environ, config, DEFAULT_HTTP_ADDRESS)
     try:
         with SignalInbox() as inbox, own_run_dir(settings.run_dir) as run_dir:
             commands = child_commands(settings, arguments, run_dir)
-            return Serve(settings, commands, run_dir, address or DEFAULT_ADDRESS, inbox).run()
+            return Serve(settings, commands, run_dir, address or DEFAULT_ADDRESS, inbox, http_address).run()
     except SettingsError as error:
         print(f"quartet serve: {error}", file=sys.stderr)
         return EXIT_SETTINGS_ERROR
@@ -125,6 +127,7 @@ class Serve:
         run_dir: str,
         address: str,
         inbox: SignalInbox,
+        http_address: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
@@ -132,6 +135,7 @@ class Serve:
         self._run_dir = run_dir
         self._address = address
         self._inbox = inbox
+        self._http_address = http_address
         self._clock = clock
         self._supervisor = Supervisor(clock, settings.drain_timeout, settings.stop_timeout, fetch=FETCH in commands)
         self._processes: dict[str, Process] = {}
@@ -236,11 +240,16 @@ class Serve:
         at = "" if self._address == DEFAULT_ADDRESS else f" --address {self._address}"
         print(
             f"\nQuartet serves {self._settings.model}. gRPC on {self._address} (inference.v1.InferenceService).\n"
+            f"{self._about_http()}"
             f"  quartet chat{at}\n"
             f"  quartet generate{at} 'Tell me a joke.'\n"
             "Ctrl-C stops it.\n",
             flush=True,
         )
+
+    def _about_http(self) -> str:
+        url = f"http://{self._http_address}"
+        return f"OpenAI's API on {url}/v1, described at {url}/docs.\n" if self._http_address else ""
 
 
 # --- run_dir --------------------------------------------------------------------------------------

@@ -256,10 +256,18 @@ class GrpcFace:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
         try:
-            self.port = server.add_insecure_port(address)
+            self.port = self._add_port(server, address)
         except RuntimeError as error:
             raise BindError(f"grpc_address: cannot bind {address}: {_why_not(address)}") from error
         self._server = server
+
+    def _add_port(self, server: grpc.aio.Server, address: str) -> int:
+        tls = self._settings.read_tls()
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        client_ca = tls.client_ca or None
+        credentials = grpc.ssl_server_credentials([(tls.key, tls.cert)], client_ca, require_client_auth=bool(client_ca))
+        return int(server.add_secure_port(address, credentials))
 
     async def start(self) -> None:
         assert self._server is not None

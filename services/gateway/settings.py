@@ -7,6 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from quartet.services.gateway.api_keys import ApiKeys, read_key_file
+from quartet.services.gateway.tls import Tls, read_tls
 from quartet.shared.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
 from quartet.shared.config import CommonSettings
 from quartet.shared.sampling_params import RequestLimits
@@ -21,6 +22,13 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
     http_address: Annotated[
         str, Meta(description="where OpenAI's clients connect: host:port or [v6 address]:port; empty: nowhere")
     ] = DEFAULT_HTTP_ADDRESS
+    tls_cert: Annotated[
+        str, Meta(description="PEM file of this server's certificate chain, for gRPC and HTTP; empty: without TLS")
+    ] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of its private key, without a password")] = ""
+    tls_client_ca: Annotated[
+        str, Meta(description="PEM file of who signs clients' certificates, without which nobody is let in; empty: all")
+    ] = ""
     tokenizer_link: Annotated[
         str, Meta(description="where tokenizers connect: ipc://path or tcp://host:port; empty: a socket in run_dir")
     ] = ""
@@ -104,11 +112,17 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
         if self.http_address:
             _check_address("--http-address", self.http_address)
         self.read_api_keys()
+        if self.read_tls() is not None and self.grpc_address.startswith("unix:"):
+            raise ValueError("--tls-cert: a unix socket has no TLS; give --grpc-address a port, or take the certificate away")
 
     @property
     def request_limits(self) -> RequestLimits:
         names = RequestLimits.__struct_fields__
         return RequestLimits(**{name: getattr(self, name) for name in names if hasattr(self, name)})
+
+    def read_tls(self) -> Tls | None:
+        """Raises ValueError."""
+        return read_tls(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def read_api_keys(self) -> ApiKeys:
         """Raises ValueError."""

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from quartet.shared.address import DEFAULT_ADDRESS
+from quartet.shared.client.api_key import async_interceptors
 from quartet.shared.client.channel import (
     CHANNEL_OPTIONS,
     HEALTH_CHECK,
@@ -21,6 +22,7 @@ from quartet.shared.client.channel import (
 )
 from quartet.shared.client.request import build_request, build_tokenize_request
 from quartet.shared.client.state import Chunk, GenerationState, State, cut, error_of
+from quartet.shared.client.tls import Target
 from quartet.shared.pb import inference_pb2 as pb
 from quartet.shared.pb.inference_pb2_grpc import InferenceServiceStub
 
@@ -64,9 +66,19 @@ class AsyncGeneration(GenerationState, AsyncIterator[Chunk]):
 class AsyncClient:
     """As Client, for asyncio. To be made inside the running loop."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, reconnect_timeout: float = RECONNECT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        reconnect_timeout: float = RECONNECT_TIMEOUT,
+        api_key: str = "",
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+    ) -> None:
         self._reconnect_timeout = reconnect_timeout
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        target = Target(address, tls_ca, tls_cert, tls_key)
+        self._channel = target.async_channel(CHANNEL_OPTIONS, async_interceptors(api_key))
         self.stub = InferenceServiceStub(self._channel)
         self.connected = False
 

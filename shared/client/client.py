@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 
 from quartet.shared.address import DEFAULT_ADDRESS
+from quartet.shared.client.api_key import with_api_key
 from quartet.shared.client.channel import (
     CHANNEL_OPTIONS,
     HEALTH_CHECK,
@@ -19,6 +20,7 @@ from quartet.shared.client.channel import (
 )
 from quartet.shared.client.request import build_request, build_tokenize_request
 from quartet.shared.client.state import Chunk, GenerationState, State, cut, error_of
+from quartet.shared.client.tls import Target
 from quartet.shared.pb import inference_pb2 as pb
 from quartet.shared.pb.inference_pb2_grpc import InferenceServiceStub
 
@@ -61,12 +63,23 @@ class Generation(GenerationState, Iterator[Chunk]):
 
 
 class Client:
-    """A connection to a gateway; may be used by several threads. `address` is host:port or unix:path."""
+    """A connection to a gateway; may be used by several threads. `address` is host:port, unix:path, or
+    grpcs://host:port for TLS, whose PEM files are `tls_ca`, `tls_cert` and `tls_key` (see Target)."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, reconnect_timeout: float = RECONNECT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        reconnect_timeout: float = RECONNECT_TIMEOUT,
+        api_key: str = "",
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+    ) -> None:
         self._reconnect_timeout = reconnect_timeout
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self.stub = InferenceServiceStub(self._channel)
+        self._channel = Target(address, tls_ca, tls_cert, tls_key).channel(CHANNEL_OPTIONS)
+        self._calls = with_api_key(self._channel, api_key)
+        self.stub = InferenceServiceStub(self._calls)
         self.connected = False
 
     def generate(
@@ -115,7 +128,7 @@ class Client:
     def wait_ready(self, timeout: float) -> None:
         """Returns when requests can be answered. Raises TimeoutError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        check = self._channel.unary_unary(HEALTH_CHECK)
+        check = self._calls.unary_unary(HEALTH_CHECK)
         while True:
             try:
                 answer: bytes = check(HEALTH_REQUEST, timeout=max(0.01, min(1.0, deadline - time.monotonic())))

@@ -31,7 +31,7 @@ class Served(NamedTuple):
         """What comes back until the connection ends."""
         async with self.connect() as (reader, writer):
             writer.write(data)
-            return parse_reply(await reader.read())
+            return parse_reply(await reader.read(), data.startswith(b"HEAD "))
 
     @contextlib.asynccontextmanager
     async def connect(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:

@@ -58,10 +58,12 @@ class Exchange:
             raise ApiError(408, f"the body did not arrive within {timeout:g} s", headers=_CLOSE) from None
         return decode(decoder, body)
 
-    async def respond(self, status: int, body: bytes, headers: tuple[tuple[str, str], ...] = ()) -> None:
-        """The whole response, as JSON."""
+    async def respond(
+        self, status: int, body: bytes, headers: tuple[tuple[str, str], ...] = (), content_type: bytes = JSON
+    ) -> None:
+        """The whole response."""
         self.started = True
-        head = [(b"content-type", JSON), (b"content-length", str(len(body)).encode())]
+        head = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
         head += [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers]
         await self._send({"type": "http.response.start", "status": status, "headers": head})
         await self._send({"type": "http.response.body", "body": body})

@@ -20,11 +20,34 @@ from quartet.services.gateway.stream_table import StreamTable
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the gateway."""
+    """Leaves signals to the gateway, and does not poll for its end."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ending = asyncio.Event()
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ending.set()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # sets the date that responses carry
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._ending.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Returns when all responses have ended."""
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        while self.server_state.connections or self.server_state.tasks:
+            await asyncio.sleep(0.005)
 
 
 class HttpFace:
@@ -49,8 +72,10 @@ class HttpFace:
             return
         # What clients do wrong is told to them, not to the operator.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        tls = self._settings.read_tls()
         config = uvicorn.Config(
             self._app,
+            ssl_context_factory=None if tls is None else lambda _config, _default: tls.context,
             http=connection_type(self._settings.header_timeout),
             ws="none",
             lifespan="off",
@@ -69,10 +94,9 @@ class HttpFace:
             for listener in self._sockets:
                 listener.close()
             return
-        self._server.should_exit = True
+        self._server.end()
         _, late = await asyncio.wait([self._serving], timeout=grace)
         if late:
             for connection in list(self._server.server_state.connections):
                 connection.transport.abort()
-            self._server.force_exit = True
-            await asyncio.wait([self._serving], timeout=grace)
+            await asyncio.wait([self._serving], timeout=1.0)

@@ -39,16 +39,9 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
-class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both ways to generate have in common."""
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What every way to generate takes under these names, whichever API it is of."""
 
-    model: Annotated[str | None, Meta(description="one of /v1/models; left out: the model that is served")] = None
-    n: Annotated[int | None, Meta(description="choices for each prompt; default 1")] = None
-    stream: Annotated[bool | None, Meta(description="server-sent events instead of one object")] = None
-    stream_options: Annotated[StreamOptions | None, Meta(description="only with stream")] = None
-    max_tokens: Annotated[
-        int | None, Meta(description="the most tokens to generate; left out: until the context is full")
-    ] = None
     temperature: Annotated[float | None, Meta(description="0 is greedy; in [0, 100], default 1")] = None
     top_p: Annotated[float | None, Meta(description="in (0, 1], default 1")] = None
     top_k: Annotated[int | None, Meta(description="0 and -1 are off, the default")] = None
@@ -60,7 +53,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     ] = None
     logit_bias: Annotated[dict[str, float] | None, Meta(description="by token id; in [-100, 100]")] = None
     seed: Annotated[int | None, Meta(description="the same seed and request give the same output; in [0, 2^63)")] = None
-    stop: Annotated[str | list[str] | None, Meta(description="strings that end a choice")] = None
     stop_token_ids: Annotated[list[int] | None, Meta(description="ids that end a choice")] = None
     min_tokens: Annotated[int | None, Meta(description="no end before so many tokens; default 0")] = None
     ignore_eos: Annotated[bool | None, Meta(description="goes on past the end-of-sequence token")] = None
@@ -68,13 +60,9 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     skip_special_tokens: Annotated[
         bool | None, Meta(description="leaves special tokens out of the text; default true")
     ] = None
-    prompt_logprobs: Annotated[
-        int | None, Meta(description="log-probabilities of the prompt's tokens; not with stream")
-    ] = None
     truncate_prompt_tokens: Annotated[
         int | None, Meta(description="keeps the prompt's last tokens; -1: as many as leave room for max_tokens")
     ] = None
-    return_token_ids: Annotated[bool | None, Meta(description="token_ids beside each text")] = None
     priority: Annotated[int | None, Meta(description="lower goes first where the scheduler runs by priority")] = None
     cache_salt: Annotated[str | None, Meta(description="prefixes are shared under the same salt only")] = None
     read_prefix_cache: Annotated[
@@ -83,9 +71,26 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     write_prefix_cache: Annotated[
         bool | None, Meta(description="whether others may find what this request computes; default true")
     ] = None
+    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="what the output must be")] = None
+
+
+class GenerationFields(SamplingFields, kw_only=True):
+    """What completions and chats have in common."""
+
+    model: Annotated[str | None, Meta(description="one of /v1/models; left out: the model that is served")] = None
+    n: Annotated[int | None, Meta(description="choices for each prompt; default 1")] = None
+    stream: Annotated[bool | None, Meta(description="server-sent events instead of one object")] = None
+    stream_options: Annotated[StreamOptions | None, Meta(description="only with stream")] = None
+    max_tokens: Annotated[
+        int | None, Meta(description="the most tokens to generate; left out: until the context is full")
+    ] = None
+    stop: Annotated[str | list[str] | None, Meta(description="strings that end a choice")] = None
+    prompt_logprobs: Annotated[
+        int | None, Meta(description="log-probabilities of the prompt's tokens; not with stream")
+    ] = None
+    return_token_ids: Annotated[bool | None, Meta(description="token_ids beside each text")] = None
     user: Annotated[str | None, Meta(description="whom the request is accounted to, for fair scheduling")] = None
     response_format: Annotated[ResponseFormat | None, Meta(description="what the output must be")] = None
-    structured_outputs: Annotated[StructuredOutputs | None, Meta(description="what the output must be")] = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):

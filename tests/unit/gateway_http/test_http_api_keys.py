@@ -1,0 +1,192 @@
+"""Keys on both protocols: deny by default, but to see whether the server lives."""
+
+import asyncio
+import hashlib
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support.gateway_fakes import gateway as grpc_gateway
+from support.gateway_fakes import in_loop, until
+from support.http_fakes import http_gateway
+
+from quartet.services.cli.keys import main as keys_main
+from quartet.services.gateway.api_keys import ApiKeys
+from quartet.services.gateway.settings import GatewaySettings
+from quartet.shared.client import AsyncClient
+from quartet.shared.messages import Submit
+from quartet.shared.pb import inference_pb2 as pb
+from quartet.shared.pb import inference_pb2_grpc as pb_grpc
+
+KEY, OTHER = "qk-right", "qk-other"
+HASH, OTHER_HASH = (hashlib.sha256(key.encode()).hexdigest() for key in (KEY, OTHER))
+HASHES = [f"alice={HASH}", OTHER_HASH]
+BEARER = {"authorization": f"Bearer {KEY}"}
+ROUTES = [
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/tiny"),
+    ("POST", "/v1/completions"),
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("POST", "/reset_prefix_cache"),
+    ("GET", "/ready"),
+    ("GET", "/openapi.json"),
+    ("GET", "/docs"),
+    ("GET", "/none"),
+    ("GET", "//health"),
+    ("GET", "/health/"),
+    ("GET", "/Health"),
+    ("GET", "/v1/../health"),
+    ("POST", "//v1/completions"),
+    ("POST", "/v1/completions/"),
+    ("OPTIONS", "/v1/completions"),
+    ("HEAD", "/v1/models"),
+]
+
+
+@in_loop
+async def test_g11_every_http_route_but_liveness_needs_a_key():
+    async with http_gateway(api_key_hashes=HASHES, call_timeout=0.05) as gateway:
+        wrong = [{}, {"authorization": ""}, {"authorization": "Bearer no"}, {"authorization": f"Basic {KEY}"}]
+        wrong += [{"authorization": KEY}, {"authorization": f"Bearer {HASH}"}, {"authorization": "Bearer "}]
+        for method, path in ROUTES:
+            for headers in wrong:
+                reply = await gateway.call(method, path, headers=headers)
+                assert reply.status == 401, (method, path, headers, reply)
+                assert reply.headers["www-authenticate"] == "Bearer"
+                if method != "HEAD":
+                    assert reply.error["code"] == "invalid_api_key"
+            assert (await gateway.call(method, path, headers=BEARER)).status != 401
+        assert gateway.peer.all(Submit) == []
+        assert (await gateway.call("GET", "/health")).status == 200
+        headers = {"authorization": f"bearer {OTHER}"}
+        assert (await gateway.post("/v1/completions", {"prompt": "x"}, headers)).status == 200
+        assert gateway.peer.last().tenant == f"key-{OTHER_HASH[:8]}"
+        await gateway.post("/v1/completions", {"prompt": "x", "user": "bob"}, BEARER)
+        assert gateway.peer.last().tenant == "bob"
+        await gateway.post("/v1/completions", {"prompt": "x"}, BEARER)
+        assert gateway.peer.last().tenant == "alice"
+
+
+@in_loop
+async def test_g11_every_grpc_method_but_liveness_needs_a_key():
+    async with grpc_gateway(api_key_hashes=HASHES) as (address, _, peer), grpc.aio.insecure_channel(address) as channel:
+        stub, health = pb_grpc.InferenceServiceStub(channel), health_pb2_grpc.HealthStub(channel)
+        service = "inference.v1.InferenceService"
+        methods = pb.DESCRIPTOR.services_by_name["InferenceService"].methods
+        calls = [(getattr(stub, m.name), getattr(pb, m.input_type.name)()) for m in methods]
+        calls += [(health.Check, health_pb2.HealthCheckRequest(service=service))]
+        calls += [(health.Watch, health_pb2.HealthCheckRequest(service=service))]
+        calls += [(channel.unary_unary("/inference.v1.InferenceService/None"), b"")]
+        calls += [(channel.unary_unary("/grpc.health.v1.Health/check"), b"")]
+        calls += [(channel.unary_unary("//grpc.health.v1.Health/Check"), b"")]
+        info = reflection_pb2.ServerReflectionRequest(list_services="")
+        reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        calls += [(reflect, iter([info]))]
+        for method, request in calls:
+            for metadata in (None, [("authorization", "Bearer no")], [("authorization", KEY)]):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await _result(method(request, metadata=metadata, timeout=10))
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, method
+                if method is reflect:
+                    break
+        assert peer.sent == []
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == 1
+        metadata = [("authorization", f"Bearer {KEY}")]
+        assert (await health.Check(health_pb2.HealthCheckRequest(service=service), metadata=metadata)).status == 1
+        assert [r async for r in stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata)]
+        assert peer.last().tenant == "alice"
+        assert [r async for r in stub.Generate(pb.GenerateRequest(text="x", tenant="t"), metadata=metadata)]
+        assert peer.last().tenant == "t"
+        assert await _result(reflect(iter([info]), metadata=metadata))
+        async with AsyncClient(address, api_key=KEY) as client:
+            assert "".join([chunk.text async for chunk in client.generate("x")]) == "abc"
+            await client.tokenize("x")
+
+
+async def _result(call):
+    if hasattr(call, "__aiter__"):
+        async for response in call:
+            return response
+        return None
+    return await call
+
+
+@in_loop
+async def test_a_keys_requests_are_bounded_and_those_of_others_are_not():
+    settings = {"api_key_hashes": HASHES, "max_requests_per_key": 2}
+    async with http_gateway(**settings) as gateway:
+        gateway.peer.silent = True
+        path, body = "/v1/completions", {"prompt": "x"}
+        waiting = [asyncio.create_task(gateway.post(path, body, BEARER)) for _ in range(2)]
+        await until(lambda: gateway.table.num_open_streams == 2)
+        reply = await gateway.post(path, body, BEARER)
+        assert reply.status == 429 and "max_requests_per_key" in reply.error["message"]
+        assert reply.headers["retry-after"] == "1"
+        gateway.peer.silent = False
+        assert (await gateway.post(path, body, {"authorization": f"Bearer {OTHER}"})).status == 200
+        assert (await gateway.post(path, {"prompt": ["x"] * 3}, {"authorization": f"Bearer {OTHER}"})).status == 429
+        for task in waiting:
+            task.cancel()
+        await until(lambda: gateway.table.num_open_streams == 0)
+        assert (await gateway.post(path, body, BEARER)).status == 200
+    async with grpc_gateway(**settings) as (address, table, peer), grpc.aio.insecure_channel(address) as channel:
+        peer.silent = True
+        stub = pb_grpc.InferenceServiceStub(channel)
+        metadata = [("authorization", f"Bearer {KEY}")]
+        open_calls = [stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata) for _ in range(2)]
+        for call in open_calls:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(caught.value.trailing_metadata())["retry-after-ms"] == "1000"
+        for call in open_calls:
+            call.cancel()
+        await until(lambda: table.num_open_streams == 0)
+        peer.silent = False
+        assert [r async for r in stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata)]
+
+
+def test_keys_come_from_settings_and_files(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"# ours\n\nbob={HASH}\n{OTHER_HASH}\n")
+    keys = GatewaySettings(api_key_file=str(path)).read_api_keys()
+    assert keys.required and keys.find(f"Bearer {KEY}").name == "bob"
+    assert not ApiKeys().required and ApiKeys().find(None) is not None
+    for hashes in (["short"], ["a b=" + HASH], [KEY]):
+        with pytest.raises(ValueError, match="api-key-hashes"):
+            GatewaySettings(api_key_hashes=hashes)
+    path.write_text("# none yet\n")
+    with pytest.raises(ValueError, match="nobody could come in"):
+        GatewaySettings(api_key_file=str(path))
+    with pytest.raises(ValueError, match="cannot read"):
+        GatewaySettings(api_key_file=str(tmp_path / "none"))
+
+
+def test_the_command_makes_a_key_whose_hash_lets_it_in(capsys):
+    assert keys_main(["api", "alice"]) == 0
+    lines = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+    key = ApiKeys([lines["hash"]]).find(f"Bearer {lines['key']}")
+    assert key is not None and key.name == "alice"
+    assert keys_main(["api", "a b"]) == 2
+    assert keys_main(["api"]) == 0
+
+
+@in_loop
+async def test_cors_is_off_unless_told():
+    preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    async with http_gateway() as gateway:
+        reply = await gateway.call("OPTIONS", "/v1/completions", headers=preflight)
+        assert reply.status == 405 and not any(name.startswith("access-control") for name in reply.headers)
+        reply = await gateway.call("GET", "/health", headers=preflight)
+        assert not any(name.startswith("access-control") for name in reply.headers)
+    async with http_gateway(cors_allow_origins=["https://a.example"], api_key_hashes=HASHES) as gateway:
+        reply = await gateway.call("OPTIONS", "/v1/completions", headers=preflight)
+        assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "https://a.example"
+        reply = await gateway.call("OPTIONS", "/v1/completions", headers=preflight | {"origin": "https://b.example"})
+        assert reply.status == 400 and "access-control-allow-origin" not in reply.headers
+        reply = await gateway.call("GET", "/v1/models", headers=preflight)
+        assert reply.status == 401 and reply.headers["access-control-allow-origin"] == "https://a.example"
