@@ -68,7 +68,7 @@ def train(model: transformers.LlamaForCausalLM, text: bytes, num_steps: int) -> 
         optimizer.step()
         if (step + 1) % 20 == 0:
             passed = time.monotonic() - started
-            print(f"step {step + 1}  loss {float(loss):.3f}  {passed:.0f} s", file=sys.stderr, flush=True)
+            print(f"step {step + 1}  loss {loss.item():.3f}  {passed:.0f} s", file=sys.stderr, flush=True)
 
 
 def main() -> None:
