@@ -34,13 +34,15 @@ def compile_kernels(*arguments: str, timeout: float) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.timeout(600)
 def test_a_few_of_each_kernel_compile_without_spills() -> None:
-    result = compile_kernels("--quick", timeout=280)
+    result = compile_kernels("--quick", timeout=580)
     failed = [line for line in result.stdout.splitlines() if line.startswith("FAIL")]
     assert result.returncode == 0, "\n".join(failed) or result.stderr[-4000:]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_all_kernels_compile_without_spills() -> None:
     result = compile_kernels(timeout=3500)
     failed = [line for line in result.stdout.splitlines() if line.startswith("FAIL")]
