@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -10,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from quartet.services.gateway.http.errors import ApiError
 
 MAX_HEADER_BYTES = 64 << 10
+_UPGRADE = re.compile(rb"(\r\n)upgrade([ \t]*:)", re.IGNORECASE)
 
 
 class Connection(HttpToolsProtocol):
@@ -41,6 +43,7 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_timer is None:
                 self._await_head()
+            data = _without_upgrade(data)
         super().data_received(data)
         if self._in_head and self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
             self._refuse(ApiError(431, f"the request's head has more than {MAX_HEADER_BYTES} bytes"))
@@ -86,6 +89,16 @@ class Connection(HttpToolsProtocol):
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """There is nothing to upgrade to, and the parser would not read the body of a request that wishes it (Java's
+    client asks for h2c with each first request)."""
+    end = data.find(b"\r\n\r\n")
+    head = data if end < 0 else data[:end]
+    if _UPGRADE.search(head) is None:
+        return data
+    return _UPGRADE.sub(rb"\1x-upgrade\2", head) + data[len(head) :]
 
 
 def connection_type(header_timeout: float) -> type[Connection]:

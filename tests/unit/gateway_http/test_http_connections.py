@@ -90,6 +90,21 @@ async def test_a_head_is_bounded():
 
 
 @in_loop
+async def test_a_request_that_wishes_another_protocol_is_answered_in_this_one():
+    """Java's client asks for h2c with its first request, body and all."""
+    wish = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAARAAAAA"}
+    async with http_gateway() as gateway:
+        data = request_bytes("POST", COMPLETIONS, {"prompt": "x"}, wish)
+        head, end, body = data.partition(b"\r\n\r\n")
+        for parts in ([data], [head + end, body]):
+            async with gateway.connect() as (reader, writer):
+                for part in parts:
+                    writer.write(part)
+                    await asyncio.sleep(0.02)
+                assert b"HTTP/1.1 200" in await asyncio.wait_for(reader.readuntil(b"usage"), 5)
+
+
+@in_loop
 async def test_an_idle_connection_is_closed_in_time():
     async with http_gateway(keep_alive_timeout=1.0) as gateway, gateway.connect() as (reader, writer):
         writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
