@@ -74,7 +74,7 @@ def train(model: transformers.LlamaForCausalLM, text: bytes, num_steps: int) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=400, help=f"of {BATCH} x {CONTEXT} bytes (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=300, help=f"of {BATCH} x {CONTEXT} bytes (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
