@@ -1,8 +1,8 @@
 """`python -m bench.gateway`: what the gateway itself costs for each token, over gRPC and over server-sent events.
 
 A real gateway stands between a fake tokenizer, which gives every stream a token in each step as the real one does,
-and clients in a process of their own. The figure is the gateway's CPU time by the tokens that reached the clients, in
-microseconds: it does not count what else the machine does, so cores may be shared. JSON goes to stdout.
+and clients in a process of their own. The figure is the gateway's CPU time, from when all requests have been accepted,
+by the tokens that reached the clients, in microseconds: cores may be shared. JSON goes to stdout.
 """
 
 from __future__ import annotations
@@ -63,10 +63,12 @@ class FakeTokenizer:
             case Abort() | Release():
                 self._streams.pop(message.request_id, None)
 
-    async def run(self, num_streams: int) -> None:
-        """Begins when all streams are there, and returns when they have all their tokens."""
+    async def wait_for(self, num_streams: int) -> None:
         while len(self._streams) < num_streams:
             await asyncio.sleep(0.01)
+
+    async def run(self) -> None:
+        """Returns when all streams have all their tokens."""
         due = time.monotonic()
         while self._streams:
             items = []
@@ -110,15 +112,18 @@ async def measure(protocol: str, num_streams: int, num_tokens: int) -> float:
     async with gateway() as (pid, run_dir, grpc_address, http_address):
         tokenizer = FakeTokenizer(run_dir)
         tokenizer.link.start()
+        while tokenizer.link.peer is None:
+            await asyncio.sleep(0.01)
         address = grpc_address if protocol == "grpc" else http_address
         arguments = [protocol, address, str(num_streams), str(num_tokens)]
         command = [sys.executable, "-m", "bench.gateway", "--client", *arguments]
         client = await asyncio.create_subprocess_exec(*command)
-        idle = cpu_seconds(pid)
-        await tokenizer.run(num_streams)
+        await tokenizer.wait_for(num_streams)
+        before = cpu_seconds(pid)
+        await tokenizer.run()
         if await client.wait():
             raise SystemExit(f"the {protocol} client failed")
-        cost = (cpu_seconds(pid) - idle) / tokenizer.tokens * 1e6
+        cost = (cpu_seconds(pid) - before) / tokenizer.tokens * 1e6
         tokenizer.link.close()
         return cost
 

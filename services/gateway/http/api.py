@@ -34,14 +34,15 @@ class Api:
         self.keys = keys
         self.limits: RequestLimits = settings.request_limits
         self.started_at = int(time.time())
+        self._last_model: ModelInfo | None = None
 
     async def ask(self, kind: type[A], make: Callable[[int], Message]) -> A:
         """A call to a tokenizer. Raises StreamError."""
         return await ask(self.table.calls, kind, make, self.settings.call_timeout)
 
     def model(self, wanted: str | None) -> tuple[str, ModelInfo]:
-        """The public name and the model. Raises ApiError for another one, StreamError while there is none."""
-        model, _ = self.table.model()
+        """The public name and the model. Raises ApiError for another one, StreamError before there is one."""
+        model = self._known_model()
         names = self.model_names(model)
         if not wanted:
             return names[0], model
@@ -49,6 +50,15 @@ class Api:
             message = f"model: {wanted[:200]!r} is not served here; {' and '.join(names)} is"
             raise ApiError(404, message, param="model", code="model_not_found")
         return wanted, model
+
+    def _known_model(self) -> ModelInfo:
+        """The last one stands while there is no tokenizer: requests wait for the next one, as open streams do."""
+        try:
+            self._last_model, _ = self.table.model()
+        except StreamError:
+            if self._last_model is None:
+                raise
+        return self._last_model
 
     def model_names(self, model: ModelInfo) -> list[str]:
         return self.settings.served_model_names or [model.name]

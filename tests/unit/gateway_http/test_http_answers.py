@@ -482,6 +482,18 @@ async def test_models_tokens_and_readiness():
 
 
 @in_loop
+async def test_a_request_waits_for_a_tokenizer_that_is_away():
+    async with http_gateway() as gateway:
+        assert (await gateway.post(CHAT, {"messages": USER})).status == 200
+        gateway.peer.alive = False
+        gateway.table.on_down(gateway.peer, "gone")
+        waiting = asyncio.create_task(gateway.post(CHAT, {"messages": USER, "model": "tiny"}))
+        await until(lambda: gateway.table.num_open_streams == 1)
+        gateway.table.on_up(AnsweringPeer(gateway.table, ("d",), name="t2"))
+        assert (await waiting).json()["choices"][0]["message"]["content"] == "d"
+
+
+@in_loop
 async def test_token_ids_beside_the_text():
     async with http_gateway() as gateway:
         (choice,) = (await gateway.post(COMPLETIONS, {"prompt": "x", "return_token_ids": True})).json()["choices"]
