@@ -19,9 +19,11 @@ from quartet.services.gateway.http import about, openapi, tokens
 from quartet.services.gateway.http.api import Api
 from quartet.services.gateway.http.chat import chat_completions
 from quartet.services.gateway.http.completions import completions
+from quartet.services.gateway.http.error_forms import error_form, is_anthropic
 from quartet.services.gateway.http.errors import ApiError, ClientLeft, api_error
 from quartet.services.gateway.http.exchange import Exchange
-from quartet.services.gateway.http.sse import error_event
+from quartet.services.gateway.http.messages_api.endpoints import count_tokens, messages
+from quartet.services.gateway.http.responses_api.endpoint import responses
 from quartet.shared.log import get_logger
 from quartet.shared.sampling_params import InvalidField
 
@@ -41,6 +43,9 @@ def make_app(api: Api) -> ASGIApp:
             ("GET", "/v1/models/{name:path}", about.model),
             ("POST", "/v1/completions", completions),
             ("POST", "/v1/chat/completions", chat_completions),
+            ("POST", "/v1/responses", responses),
+            ("POST", "/v1/messages", messages),
+            ("POST", "/v1/messages/count_tokens", count_tokens),
             ("POST", "/tokenize", tokens.tokenize),
             ("POST", "/detokenize", tokens.detokenize),
             ("POST", "/reset_prefix_cache", about.reset_prefix_cache),
@@ -77,16 +82,23 @@ class Front:
         given = headers.get(b"x-request-id", b"")
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
 
+        anthropic = is_anthropic(scope["path"])
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                names = (b"x-request-id", b"request-id") if anthropic else (b"x-request-id",)
+                message["headers"] = [*message["headers"], *((name, request_id) for name in names)]
             await send(message)
 
         exchange = Exchange(scope, receive, send_with_id)
-        authorization = headers.get(b"authorization", b"").decode("latin-1")
-        key = self._keys.find(authorization)
+        given_keys = [
+            prefix + headers[name].decode("latin-1")
+            for name, prefix in ((b"authorization", ""), (b"x-api-key", "Bearer "))
+            if headers.get(name)
+        ]
+        key = next((found for given in given_keys or [""] if (found := self._keys.find(given)) is not None), None)
         if key is None and scope["path"] != LIVENESS:
-            await _respond(exchange, _unauthorized(bool(authorization)))
+            await _respond(exchange, _unauthorized(bool(given_keys)))
             return
         scope["state"]["api_key"] = key
         try:
@@ -113,7 +125,7 @@ class Endpoint:
                 _log.exception("request failed", path=scope["path"])
             answer = api_error(error, exchange.fields)
             if exchange.started:
-                await exchange.write(error_event(answer), more=False)
+                await exchange.write(exchange.error_form.event(answer), more=False)
             else:
                 await _respond(exchange, answer)
 
@@ -125,13 +137,16 @@ async def _tell(request: Request, error: Exception) -> Response:
         answer = ApiError(error.status_code, message, headers=tuple((error.headers or {}).items()))
     else:
         answer = api_error(error)
-    return Response(answer.body(), answer.status, dict(answer.headers), "application/json")
+    body = error_form(request.url.path).body(answer)
+    return Response(body, answer.status, dict(answer.headers), "application/json")
 
 
 async def _respond(exchange: Exchange, error: ApiError) -> None:
-    await exchange.respond(error.status, error.body(), error.headers)
+    await exchange.respond(error.status, exchange.error_form.body(error), error.headers)
 
 
 def _unauthorized(given: bool) -> ApiError:
-    message = "the API key is not known" if given else "an API key is needed: Authorization: Bearer KEY"
+    message = (
+        "the API key is not known" if given else "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+    )
     return ApiError(401, message, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))

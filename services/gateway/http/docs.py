@@ -15,6 +15,9 @@ vertical-align: top } td:nth-child(2) { white-space: nowrap; color: #667 } a { c
 _INTRODUCTION = """<p>A field that is not given, or null, has its default; one that is not listed is refused. Errors are
 <code>{"error": {"message", "type", "param", "code"}}</code>. With <code>stream</code> the answer is a sequence of
 events, <code>data: {…}</code>, which ends with <code>data: [DONE]</code>; an error in between is the last event.
+The events of <code>/v1/responses</code> and <code>/v1/messages</code> have names and no <code>[DONE]</code>, and an
+error is <code>response.failed</code> in the one; the other's errors are <code>{"type": "error", "error": {"type",
+"message"}}</code>, in a stream as the event <code>error</code>.
 For programs: <a href="/openapi.json">/openapi.json</a>.</p>"""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import msgspec
 
@@ -11,6 +12,8 @@ from quartet.shared.messages import ErrorCode
 from quartet.shared.sampling_params import InvalidField
 
 INVALID_REQUEST = "invalid_request_error"
+
+T = TypeVar("T")
 
 _STATUS = {
     ErrorCode.CANCELLED: 499,
@@ -72,6 +75,17 @@ class ClientLeft(Exception):
 def invalid(param: str, message: str) -> ApiError:
     """400 about a field."""
     return ApiError(400, f"{param}: {message}", param=param)
+
+
+def required(param: str, value: T | None) -> T:
+    """400 where there is none."""
+    if value is None:
+        raise missing(param)
+    return value
+
+
+def missing(param: str) -> ApiError:
+    return ApiError(400, f"{param}: is required", param=param, code="missing_required_parameter")
 
 
 def api_error(error: Exception, fields: dict[str, str] | None = None) -> ApiError:

@@ -12,6 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from quartet.services.gateway.api_keys import ApiKey
+from quartet.services.gateway.http.error_forms import error_form
 from quartet.services.gateway.http.errors import ApiError, ClientLeft, invalid
 
 JSON = b"application/json"
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 class Exchange:
     """`started`: the response's head has been sent, so an error can no longer be a status. `fields`: what this
-    endpoint calls fields that the services behind call otherwise."""
+    endpoint calls fields that the services behind call otherwise. `error_form`: how its errors are written."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
@@ -35,6 +36,7 @@ class Exchange:
         self._send = send
         self.started = False
         self.fields: dict[str, str] = {}
+        self.error_form = error_form(scope["path"])
 
     @property
     def key(self) -> ApiKey:

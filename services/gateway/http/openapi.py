@@ -12,6 +12,16 @@ from quartet.services.gateway.http.api import Api
 from quartet.services.gateway.http.docs import render
 from quartet.services.gateway.http.errors import ErrorBody
 from quartet.services.gateway.http.exchange import Exchange
+from quartet.services.gateway.http.messages_api.bodies import (
+    CountTokensRequest,
+    MessagesAnswer,
+    MessagesEvent,
+    MessagesRequest,
+    TokenCount,
+)
+from quartet.services.gateway.http.messages_api.errors import MessagesError
+from quartet.services.gateway.http.responses_api.bodies import Response, ResponsesRequest
+from quartet.services.gateway.http.responses_api.events import ResponsesEvent
 from quartet.shared.config import version
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -19,15 +29,16 @@ HTML = b"text/html; charset=utf-8"
 
 
 class Operation(NamedTuple):
-    """`events`: what the chunks of a stream are, where there is one."""
+    """`events`: what the chunks of a stream are, where there is one. `error`: the body of its errors."""
 
     method: str
     path: str
     summary: str
     answer: type
     request: type | None = None
-    events: type | None = None
+    events: Any = None
     statuses: tuple[int, ...] = ()
+    error: type = ErrorBody
 
 
 _ANY_BODY = (400, 413, 415)
@@ -51,6 +62,34 @@ OPERATIONS = (
         requests.CompletionRequest,
         responses.Completion,
         _GENERATION,
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Answers a text or a conversation, as OpenAI's newer API has it. Nothing is stored.",
+        Response,
+        ResponsesRequest,
+        ResponsesEvent,
+        _GENERATION,
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Answers a conversation, as Anthropic's API has it. The key may come as x-api-key.",
+        MessagesAnswer,
+        MessagesRequest,
+        MessagesEvent,
+        _GENERATION,
+        MessagesError,
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "How many tokens the prompt of a message request has.",
+        TokenCount,
+        CountTokensRequest,
+        statuses=(*_ANY_BODY, 404, 503),
+        error=MessagesError,
     ),
     Operation("get", "/v1/models", "What is served.", responses.ModelList, statuses=(503,)),
     Operation("get", "/v1/models/{name}", "One of them.", responses.Model, statuses=(404, 503)),
@@ -103,7 +142,7 @@ async def page(api: Api, exchange: Exchange) -> None:
 def describe(keys: bool) -> dict[str, Any]:
     """The OpenAPI 3.1 document. `keys`: whether one is needed."""
     types = [t for op in OPERATIONS for t in (op.request, op.answer, op.events) if t is not None]
-    types = [*dict.fromkeys(types), ErrorBody]
+    types = [*dict.fromkeys([*types, *(op.error for op in OPERATIONS)])]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     by_type = dict(zip(types, schemas, strict=True))
     paths: dict[str, Any] = {}
@@ -114,14 +153,18 @@ def describe(keys: bool) -> dict[str, Any]:
         "info": {
             "title": "Quartet",
             "version": version(),
-            "description": "OpenAI's API for completions and chats, with the further sampling fields of vLLM.",
+            "description": "OpenAI's API for completions, chats and responses, and Anthropic's for messages; both with "
+            "the further sampling fields of vLLM.",
         },
         "paths": paths,
         "components": {"schemas": components},
     }
     if keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        document["components"]["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        document["security"] = [{"key": []}, {"header": []}]
     return document
 
 
@@ -145,7 +188,7 @@ def _operation(operation: Operation, schemas: dict[type, dict[str, Any]], keys: 
         result["security"] = []
     elif keys:
         statuses = (*statuses, 401)
-    error = {"application/json": {"schema": schemas[ErrorBody]}}
+    error = {"application/json": {"schema": schemas[operation.error]}}
     for status in sorted(statuses):
         result["responses"][str(status)] = {"description": _STATUSES[status], "content": error}
     if operation.path == "/ready":

@@ -1,0 +1,1 @@
+"""/v1/responses in OpenAI's form."""
