@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quartet.shared.address import DEFAULT_ADDRESS
+from quartet.services.cli.connection import add_connection_flags, connection_of
 
 SAMPLING = (
     ("--max-tokens", int, "the most tokens to generate (default: until the context is full)"),
@@ -29,11 +29,7 @@ def build_parser(command: str, description: str, epilog: str) -> argparse.Argume
         epilog=f"{epilog}\nA server with API keys is given one in QUARTET_API_KEY.\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--address",
-        default=os.environ.get("QUARTET_ADDRESS") or DEFAULT_ADDRESS,
-        help="the server's gRPC address (default: %(default)s; env: QUARTET_ADDRESS)",
-    )
+    add_connection_flags(parser)
     parser.add_argument("--wait", type=float, metavar="SECONDS", help="wait this long for the server to be ready")
     parser.add_argument("--tenant", metavar="NAME", help="whom this is accounted to, where tenants share the server")
     sampling = parser.add_argument_group("sampling")
@@ -98,7 +94,7 @@ def run_with_client(command: str, options: argparse.Namespace, body: Callable[[A
         print(f"quartet {command}: {error}; run: pip install 'quartet[client]'", file=sys.stderr)
         return 1
     try:
-        with Client(options.address, api_key=os.environ.get("QUARTET_API_KEY", "")) as client:
+        with Client(**connection_of(options), api_key=os.environ.get("QUARTET_API_KEY", "")) as client:
             if options.wait is not None:
                 client.wait_ready(options.wait)
             return body(client)
@@ -112,6 +108,8 @@ def run_with_client(command: str, options: argparse.Namespace, body: Callable[[A
 def describe(error: Any, address: str) -> str:
     code = error.code().name if hasattr(error, "code") else "ERROR"
     details = error.details() if hasattr(error, "details") else str(error)
+    if code == "UNAVAILABLE" and "handshake" in details.lower():
+        return f"no TLS with {address}: {details}"
     if code == "UNAVAILABLE":
         return f"no server on {address} ({details}); start one with: quartet serve"
     return f"{code}: {details}"

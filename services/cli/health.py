@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quartet.shared.address import DEFAULT_ADDRESS
+from quartet.services.cli.connection import add_connection_flags, connection_of
 from quartet.shared.config import default_run_dir
 from quartet.shared.liveness import check, status_path
 
@@ -32,11 +32,7 @@ def main(argv: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("service", nargs="?", choices=["gateway", "tokenizer", "scheduler", "executor"])
-    parser.add_argument(
-        "--address",
-        default=os.environ.get("QUARTET_ADDRESS") or DEFAULT_ADDRESS,
-        help="gateway to ask (default: %(default)s; env: QUARTET_ADDRESS)",
-    )
+    add_connection_flags(parser)
     parser.add_argument(
         "--run-dir",
         default=os.environ.get("QUARTET_RUN_DIR") or default_run_dir(),
@@ -47,20 +43,26 @@ def main(argv: Sequence[str]) -> int:
     if options.service:
         problem = check(status_path(options.run_dir, options.service))
     else:
-        problem = _ask_gateway(options.address, options.timeout)
+        problem = _ask_gateway(connection_of(options), options.timeout)
     if problem:
         print(f"quartet health: {problem}", file=sys.stderr)
     return 1 if problem else 0
 
 
-def _ask_gateway(address: str, timeout: float) -> str | None:
+def _ask_gateway(connection: dict[str, str], timeout: float) -> str | None:
+    address = connection["address"]
     try:
         import grpc
 
         from quartet.shared.client.channel import HEALTH_CHECK, HEALTH_REQUEST, HEALTH_SERVING
+        from quartet.shared.client.tls import Target
     except ImportError:
         return "grpcio is not installed; run: pip install 'quartet[client]'"
-    with grpc.insecure_channel(address) as channel:
+    try:
+        target = Target(**connection)
+    except ValueError as error:
+        return str(error)
+    with target.channel() as channel:
         try:
             key = os.environ.get("QUARTET_API_KEY")
             metadata = [("authorization", f"Bearer {key}")] if key else None

@@ -108,6 +108,9 @@ def main(argv: Sequence[str]) -> int:
     flags = arguments.services[GATEWAY]
     address = peek_setting("gateway", "grpc_address", flags, os.environ, config)
     http_address = peek_setting("gateway", "http_address", flags, os.environ, config, DEFAULT_HTTP_ADDRESS)
+    if peek_setting("gateway", "tls_cert", flags, os.environ, config):
+        address = f"grpcs://{address or DEFAULT_ADDRESS}"
+        http_address = f"https://{http_address}" if http_address else ""
     try:
         with SignalInbox() as inbox, own_run_dir(settings.run_dir) as run_dir:
             commands = child_commands(settings, arguments, run_dir)
@@ -248,7 +251,7 @@ class Serve:
         )
 
     def _about_http(self) -> str:
-        url = f"http://{self._http_address}"
+        url = self._http_address if "://" in self._http_address else f"http://{self._http_address}"
         return f"OpenAI's API on {url}/v1, described at {url}/docs.\n" if self._http_address else ""
 
 

@@ -113,7 +113,9 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
             _check_address("--http-address", self.http_address)
         self.read_api_keys()
         if self.read_tls() is not None and self.grpc_address.startswith("unix:"):
-            raise ValueError("--tls-cert: a unix socket has no TLS; give --grpc-address a port, or take the certificate away")
+            raise ValueError(
+                "--tls-cert: a unix socket has no TLS; give --grpc-address a port, or take the certificate away"
+            )
 
     @property
     def request_limits(self) -> RequestLimits:
