@@ -66,7 +66,10 @@ def malformed(message: NewRequest) -> Failed | None:
 
 
 def never_fits(model: ModelInfo, message: NewRequest) -> Failed | None:
-    """Against the executor's limits; asked again when another executor comes."""
+    """Against what the executor can; asked again when another executor comes."""
+    if message.sampling.structured is not None and not model.structured_output:
+        text = "structured: the executor cannot keep an output to a grammar"
+        return _failed(message, ErrorCode.UNIMPLEMENTED, text, "structured")
     try:
         validate_token_ids("prompt", message.prompt_token_ids, model.vocab_size)
         for choice in message.choices:

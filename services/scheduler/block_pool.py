@@ -80,6 +80,14 @@ class BlockPool:
             block.block_hash = block_hash
             self._cached[block_hash] = block
 
+    def forget_hashes(self) -> int:
+        """No block is named any more; gives the number of those that were."""
+        num_cached = len(self._cached)
+        for block in self._cached.values():
+            block.block_hash = None
+        self._cached.clear()
+        return num_cached
+
     def check_invariants(self, block_tables: Iterable[Sequence[KVCacheBlock]]) -> None:
         """Against the tables of all that hold blocks; raises AssertionError."""
         holders = [0] * (self.num_blocks + 1)

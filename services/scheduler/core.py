@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Final
 
 from quartet.services.scheduler import admission
@@ -13,11 +13,13 @@ from quartet.services.scheduler.request import Owner, Request, RequestGroup, Req
 from quartet.services.scheduler.schedule import StepScheduler
 from quartet.services.scheduler.state import MAX_DEATHS, SchedulerState
 from quartet.services.scheduler.update import ResultMismatch, apply_result
+from quartet.services.scheduler.vocabularies import Vocabularies
 from quartet.shared.block_hash import HASH_BYTES
 from quartet.shared.log import get_logger
 from quartet.shared.messages import (
     Abort,
     ChoicePast,
+    EraseHashes,
     ErrorCode,
     Failed,
     Finish,
@@ -30,11 +32,14 @@ from quartet.shared.messages import (
     NewRequest,
     Outputs,
     PlanRefused,
+    PrefixCacheReset,
     PromptLogprobs,
     Release,
+    ResetPrefixCache,
     StepFailed,
     StepResult,
     Takeover,
+    Vocabulary,
 )
 
 if TYPE_CHECKING:
@@ -72,6 +77,8 @@ class SchedulerCore:
         self._scheduler = StepScheduler(self.state)
         self._arrivals = 0
         self._takeovers = 0  # asked for and not granted yet
+        self._owes_erasing = False  # what the next executor offers is not to be believed
+        self._vocabularies = Vocabularies()
         self._effects: list[Effect] = []
         # The executor that takes plans, or took them last, and since when none does.
         self._executor_incarnation = 0
@@ -199,6 +206,22 @@ class SchedulerCore:
         self._effects.append((key, loads))
         return self._take_effects()
 
+    def reset_prefix_cache(self, key: Hashable, message: ResetPrefixCache) -> list[Effect]:
+        """No prefix computed so far is found any more, by this scheduler or the next."""
+        state = self.state
+        num_blocks = state.kv.forget_prefixes(state.running)
+        if state.epoch is not None:
+            self._effects.append((EXECUTOR, EraseHashes()))
+        self._owes_erasing = state.epoch is None
+        self._effects.append((key, PrefixCacheReset(message.call_id, num_blocks)))
+        return self._take_effects()
+
+    def vocabulary(self, message: Vocabulary) -> list[Effect]:
+        parts = self._vocabularies.add(message)
+        if self.state.epoch is not None:
+            self._tell(parts)
+        return self._take_effects()
+
     # --- the executor -----------------------------------------------------------------------------
 
     def executor_up(self, model: ModelInfo, incarnation: int = 0) -> list[Effect]:
@@ -250,6 +273,11 @@ class SchedulerCore:
         if len(block_ids) * HASH_BYTES != len(hashes):
             _log.warning("the executor's block table is malformed", block_ids=len(block_ids), hashes=len(block_hashes))
             block_ids, block_hashes = [], []
+        if self._owes_erasing:
+            block_ids, block_hashes = [], []
+            self._effects.append((EXECUTOR, EraseHashes()))
+            self._owes_erasing = False
+        self._tell(self._vocabularies.parts())
         self.state.granted(message.epoch, block_ids, block_hashes)
         self.executor_stands_still(False)
         return self._take_effects()
@@ -411,6 +439,11 @@ class SchedulerCore:
         _log.warning("taking the executor over again", reason=reason)
         self.state.lose_executor()
         self._take_over()
+
+    def _tell(self, parts: Iterable[Vocabulary]) -> None:
+        """An executor that can use it of a vocabulary, before any plan that needs it."""
+        if self.state.model is not None and self.state.model.structured_output:
+            self._effects.extend((EXECUTOR, part) for part in parts)
 
     def _take_over(self) -> None:
         self._takeovers += 1

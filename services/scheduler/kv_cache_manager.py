@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quartet.services.scheduler.block_pool import BlockPool
 from quartet.services.scheduler.free_block_queue import KVCacheBlock
 from quartet.services.scheduler.request import NEVER, Request
@@ -26,7 +28,8 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
         """The leading full blocks that are in KV memory. The last token is left to compute: something
         has to be sampled from. Stops at the first missing block."""
-        if not self.enable_prefix_caching or request.wants_prompt_logprobs:
+        reads = self.enable_prefix_caching and request.group.read_prefix_cache
+        if not reads or request.wants_prompt_logprobs:
             return []
         found: list[KVCacheBlock] = []
         num_blocks = (len(request.token_ids) - 1) // self.block_size
@@ -49,7 +52,8 @@ class KVCacheManager:
         request.blocks = list(computed_blocks)
         request.num_hashed_blocks = len(computed_blocks)
         request.num_computed_tokens = len(computed_blocks) * self.block_size
-        request.hash_edge = request.num_computed_tokens + self.block_size if self.enable_prefix_caching else NEVER
+        request.names_blocks = self.enable_prefix_caching and request.group.write_prefix_cache
+        request.hash_edge = request.num_computed_tokens + self.block_size if request.names_blocks else NEVER
 
     def allocate_slots(self, request: Request, num_tokens: int) -> list[KVCacheBlock]:
         """Appends new blocks until positions below num_tokens have a slot, or no block is free."""
@@ -63,7 +67,7 @@ class KVCacheManager:
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Names the blocks that hold the first num_tokens tokens, whose steps have all returned."""
-        if not self.enable_prefix_caching:
+        if not request.names_blocks:
             return
         num_full = num_tokens // self.block_size
         hashes = request.hashes(num_full, self.block_size)
@@ -71,6 +75,14 @@ class KVCacheManager:
             self.pool.cache_block(request.blocks[i], hashes[i])
         request.num_hashed_blocks = num_full
         request.hash_edge = (num_full + 1) * self.block_size
+
+    def forget_prefixes(self, running: Iterable[Request]) -> int:
+        """No block is found any more. What runs keeps its blocks, and names none of what it computed them from.
+        Gives the number of blocks that were named."""
+        for request in running:
+            request.names_blocks = False
+            request.hash_edge = NEVER
+        return self.pool.forget_hashes()
 
     def free(self, request: Request) -> None:
         """Takes all its blocks; those that are named stay to be hit until they are reused."""

@@ -126,6 +126,8 @@ def new_row(request: Request, num_computed_tokens: int) -> NewRow:
         choice_index=request.index,
         hash_root=group.hash_root,
         prompt_logprobs_start=group.next_prompt_logprob if request.wants_prompt_logprobs else -1,
+        write_prefix_cache=group.write_prefix_cache,
+        vocabulary=group.vocabulary,
     )
 
 

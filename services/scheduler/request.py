@@ -57,6 +57,9 @@ class RequestGroup:
         self.priority = message.priority
         self.cache_salt = message.cache_salt
         self.tenant = message.tenant
+        self.read_prefix_cache = message.read_prefix_cache
+        self.write_prefix_cache = message.write_prefix_cache
+        self.vocabulary = message.vocabulary
         self.hash_root = hash_root([("cache_salt", message.cache_salt)] if message.cache_salt else [])
         self.stop_ids = frozenset(self.eos_token_ids).union(message.sampling.stop_token_ids)
         self.choices: dict[int, Request] = {}
@@ -95,6 +98,7 @@ class Request:
 
     token_ids             prompt, then all outputs known
     num_computed_tokens   in KV memory once every plan sent so far has run; counts plans in flight
+    names_blocks          whether blocks that it fills are named, for others to find
     num_hashed_blocks     leading blocks that a step has filled and returned, and that are named
     last_position         no token may be computed from this position on: its output would be too many
     next_edge             the num_computed_tokens at which decoding needs a look: a block edge or the end
@@ -116,6 +120,7 @@ class Request:
         "last_plan",
         "last_position",
         "max_tokens",
+        "names_blocks",
         "next_edge",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -160,6 +165,7 @@ class Request:
         self.blocks: list[KVCacheBlock] = []
         self.block_hashes: list[bytes] = []
         self.num_computed_tokens = 0
+        self.names_blocks = False
         self.num_hashed_blocks = 0
         self.num_cached_tokens = 0
         self.was_scheduled = False

@@ -238,12 +238,14 @@ class StepScheduler:
     def _waits_for_sibling(self, request: Request) -> bool:
         """Whether another choice is computing prompt blocks that this one could share."""
         kv = self._state.kv
-        if len(request.group.choices) == 1 or not kv.enable_prefix_caching or request.wants_prompt_logprobs:
+        group = request.group
+        shares = kv.enable_prefix_caching and group.read_prefix_cache and group.write_prefix_cache
+        if len(group.choices) == 1 or not shares or request.wants_prompt_logprobs:
             return False
         num_shared = (request.num_prompt_tokens - 1) // kv.block_size
         return any(
-            sibling.status is RequestStatus.RUNNING and sibling.num_hashed_blocks < num_shared
-            for sibling in request.group.choices.values()
+            sibling.status is RequestStatus.RUNNING and sibling.names_blocks and sibling.num_hashed_blocks < num_shared
+            for sibling in group.choices.values()
         )
 
     def _fits(self, request: Request, hits: list[KVCacheBlock]) -> bool:

@@ -25,9 +25,11 @@ from quartet.shared.messages import (
     NewRequest,
     PlanRefused,
     Release,
+    ResetPrefixCache,
     Role,
     StepFailed,
     StepResult,
+    Vocabulary,
 )
 from quartet.shared.signals import stop_on_signals
 from quartet.shared.transport import AddressInUse, Binder, Identity, Status
@@ -233,6 +235,10 @@ class _TokenizerSide:
                 effects = core.abort(message)
             case GetLoads():
                 effects = core.get_loads(peer, message)
+            case ResetPrefixCache():
+                effects = core.reset_prefix_cache(peer, message)
+            case Vocabulary():
+                effects = core.vocabulary(message)
             case _:
                 _log.warning("unexpected message from a tokenizer", message=type(message).__name__)
                 return

@@ -86,6 +86,7 @@ class Row:
     table: list[int]
     new: Any
     sampled: bool = False
+    records: bool = True
     chains: list[int] = field(default_factory=list)
 
     def chain(self, position: int) -> int:
@@ -109,9 +110,12 @@ class FakeRunner:
         self.largest_plan = 0
         self.plan_log: list[tuple[int, dict[int, int]]] = []
         self.fail_rows: set[int] = set()
+        self.last_received = -1
+        self.erased_after = -1
 
     def reset(self) -> None:
         self.next_step_id = 0
+        self.last_received = self.erased_after = -1
         self.rows.clear()
 
     def offers(self) -> tuple[bytes, bytes]:
@@ -121,7 +125,11 @@ class FakeRunner:
         raise AssertionError("a model without structured_output is sent no vocabulary")
 
     def erase_hashes(self) -> None:
+        """Rows of plans that have come and not run yet are there already."""
         self.hashes.clear()
+        self.erased_after = max(self.last_received, self.next_step_id - 1)
+        for row in self.rows.values():
+            row.records = False
 
     def launch(self, plan: StepPlan) -> AnsweredStep:
         return AnsweredStep(self.execute(plan))
@@ -186,6 +194,7 @@ class FakeRunner:
             tokens = unpack_u32(new.token_ids)
             assert new.num_computed_tokens < len(tokens) and new.num_computed_tokens % self.model.block_size == 0
             row = Row(tokens, new.num_prompt_tokens, new.num_computed_tokens, unpack_u32(new.block_ids), new)
+            row.records = new.write_prefix_cache and plan.step_id > self.erased_after
             self.rows[new.req_index] = row
             for position in range(row.num_computed):
                 assert self._read(row, position) == row.chain(position), "a prefix hit on wrong content"
@@ -243,6 +252,8 @@ class FakeRunner:
         return [RowPromptLogprobs(index, start, entries)]
 
     def _hash_full_blocks(self, row: Row) -> None:
+        if not row.records:
+            return
         size = self.model.block_size
         parent = row.new.hash_root
         for i in range(row.num_computed // size):
@@ -280,6 +291,7 @@ class FakeExecutor(FakeRunner):
             | set(unpack_u16(plan.block_rows))
         )
         self.queue.append(plan)
+        self.last_received = plan.step_id
         assert len(self.undelivered) <= 2, "more than two plans in flight"
 
     def delivered(self) -> None:

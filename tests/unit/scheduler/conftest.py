@@ -16,6 +16,7 @@ from quartet.services.scheduler.settings import SchedulerSettings
 from quartet.shared.messages import (
     Abort,
     ChoicePast,
+    EraseHashes,
     Failed,
     Finish,
     FinishReason,
@@ -23,8 +24,10 @@ from quartet.shared.messages import (
     ModelInfo,
     NewRequest,
     Outputs,
+    PrefixCacheReset,
     PromptLogprobs,
     Release,
+    ResetPrefixCache,
     Takeover,
     TokenLogprobs,
     decode,
@@ -65,6 +68,7 @@ class Sim:
         self.settings = SchedulerSettings(**settings)
         self.asked: dict[int, Asked] = {}
         self.loads: Loads | None = None
+        self.num_forgotten = -1
         self.owners: set[Hashable] = set()
         self.executor: FakeExecutor | None = None
         self.num_events = 0
@@ -135,6 +139,8 @@ class Sim:
         pasts: dict[int, list[int]] | None = None,
         attempt: int = 1,
         prompt_logprobs_start: int = 0,
+        read: bool = True,
+        write: bool = True,
         **sampling: Any,
     ) -> Asked:
         if owner not in self.owners:
@@ -152,6 +158,8 @@ class Sim:
             cache_salt=salt,
             tenant=tenant,
             prompt_logprobs_start=prompt_logprobs_start,
+            read_prefix_cache=read,
+            write_prefix_cache=write,
         )
         asked = Asked(message, owner, attempt, added_at=self.num_events)
         asked.outputs = {i: list((pasts or {}).get(i, [])) for i in range(n)}
@@ -183,6 +191,12 @@ class Sim:
     def abort(self, asked: Asked) -> None:
         asked.aborted = True
         self.event(self.core.abort(Abort(asked.message.request_id, asked.attempt)))
+
+    def reset_prefix_cache(self) -> int:
+        """The number of blocks that held a known prefix."""
+        self.num_forgotten = -1
+        self.event(self.core.reset_prefix_cache("t0", ResetPrefixCache(1)))
+        return self.num_forgotten
 
     def step(self) -> None:
         """The executor runs its oldest plan and the result arrives."""
@@ -216,10 +230,14 @@ class Sim:
                 if isinstance(message, Takeover):
                     granted = self.executor.take_over()
                     self.todo.append(lambda granted=granted: self.core.granted(granted))
+                elif isinstance(message, EraseHashes):
+                    self.executor.erase_hashes()
                 else:
                     self.executor.receive(message)
             elif isinstance(message, Loads):
                 self.loads = message
+            elif isinstance(message, PrefixCacheReset):
+                self.num_forgotten = message.num_blocks
             elif destination in self.owners:
                 self._receive(destination, message)
 
@@ -275,6 +293,7 @@ class Sim:
         if asked.message.sampling.prompt_logprobs is not None:
             entries = [entry and entry.token_id for entry in asked.prompt_logprobs]
             assert entries == [None, *asked.message.prompt_token_ids[1:]]
+        assert asked.message.read_prefix_cache or not any(asked.cached.values())
         for index, ids in asked.outputs.items():
             expected, reason = continuation(asked.message, index, [], self.model)
             if index in asked.finish_at and asked.finish_at[index] < len(expected):

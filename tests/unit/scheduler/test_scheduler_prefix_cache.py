@@ -123,3 +123,90 @@ def test_siblings_share_the_first_ones_prompt_blocks(make_sim: MakeSim) -> None:
     assert len({tuple(ids) for ids in asked.outputs.values()}) == 4
     # 13 prompt tokens once, then one token of the prompt per sibling, and four decodes each.
     assert sim.executor.num_computed_tokens == 13 + 3 * 1 + 4 * 4
+
+
+def test_who_does_not_read_finds_nothing_and_who_does_not_write_leaves_nothing(make_sim: MakeSim) -> None:
+    sim = make_sim()
+    prompt = list(range(10, 22))
+    assert answer(sim, prompt, write=False)[1] == 0
+    assert answer(sim, prompt, read=False)[1] == 0
+    assert answer(sim, prompt, write=False)[1] == 8, "the second one has written"
+    assert answer(sim, prompt, read=False)[1] == 0
+    sim.scheduler_dies()
+    assert answer(sim, prompt)[1] == 8
+
+
+def test_what_is_not_written_is_not_offered_to_the_next_scheduler(make_sim: MakeSim) -> None:
+    sim = make_sim()
+    prompt = list(range(10, 22))
+    answer(sim, prompt, write=False)
+    sim.scheduler_dies()
+    assert answer(sim, prompt)[1] == 0
+
+
+@pytest.mark.parametrize("flags", [{"read": False}, {"write": False}])
+def test_choices_that_share_nothing_do_not_wait_for_each_other(make_sim: MakeSim, flags: dict[str, bool]) -> None:
+    sim = make_sim(model={"max_num_batched_tokens": 64})
+    asked = sim.ask(list(range(10, 26)), n=3, **flags)
+    sim.schedule()
+    assert len(sim.core.state.running) == 3
+    sim.run()
+    sim.check_finished(asked)
+
+
+def test_a_reset_forgets_what_was_computed_before_it(make_sim: MakeSim) -> None:
+    sim = make_sim()
+    prompt = list(range(10, 22))
+    answer(sim, prompt, max_tokens=1)
+    assert sim.reset_prefix_cache() == 3 and sim.reset_prefix_cache() == 0
+    assert answer(sim, prompt, max_tokens=1)[1] == 0
+    assert answer(sim, prompt, max_tokens=1)[1] == 8
+
+
+def test_what_runs_during_a_reset_goes_on_and_leaves_nothing(make_sim: MakeSim) -> None:
+    sim = make_sim()
+    prompt = list(range(10, 22))
+    running = sim.ask(prompt, max_tokens=12)
+    for _ in range(5):
+        sim.schedule()
+        sim.step()
+    assert sim.reset_prefix_cache() == 4
+    sim.run()
+    sim.check_finished(running)
+    assert answer(sim, prompt, max_tokens=1)[1] == 0
+    assert answer(sim, prompt, max_tokens=1)[1] == 8
+
+
+def test_a_sibling_is_not_waited_for_when_a_reset_took_what_it_shares(make_sim: MakeSim) -> None:
+    sim = make_sim(model={"max_num_batched_tokens": 8})
+    asked = sim.ask(list(range(10, 26)), n=2, max_tokens=30)
+    sim.schedule()
+    assert len(sim.core.state.running) == 1
+    sim.reset_prefix_cache()
+    for _ in range(4):
+        sim.step()
+        sim.schedule()
+    assert len(sim.core.state.running) == 2
+    sim.run()
+    sim.check_finished(asked)
+
+
+@pytest.mark.parametrize("while_away", [True, False])
+def test_after_a_reset_the_next_scheduler_is_offered_nothing_of_before(make_sim: MakeSim, while_away: bool) -> None:
+    sim = make_sim()
+    prompt = list(range(10, 22))
+    answer(sim, prompt)
+    executor = sim.executor
+    running = sim.ask(prompt, salt="x", max_tokens=20)
+    sim.schedule()
+    if while_away:
+        sim.executor_dies(planned=True)
+        sim.reset_prefix_cache()
+        sim.executor_up(executor)
+    else:
+        sim.reset_prefix_cache()
+        sim.scheduler_dies()
+    sim.run()
+    sim.check_finished(running)
+    assert answer(sim, prompt)[1] == 0
+    assert answer(sim, prompt)[1] == 8

@@ -42,6 +42,8 @@ def random_request(sim: Any, longest: int, max_tokens: int) -> Any:
         salt=r.choice(["", "", "x"]),
         priority=r.randrange(3),
         tenant=r.choice(["", "a", "a", "b"]),
+        read=r.random() < 0.9,
+        write=r.random() < 0.9,
         **sampling,
     )
     if r.random() < 0.2:
@@ -83,6 +85,8 @@ def live(sim: Any, num_events: int, longest: int, max_tokens: int, deaths: bool)
             orphans += [a for a in open_requests if a.owner == owner]
         elif kind < 0.18 and deaths and open_requests:
             sim.move(r.choice(open_requests), sim.new_owner(), lose=r.randrange(3))
+        elif kind < 0.19:
+            sim.reset_prefix_cache()
         elif sim.executor is not None:
             sim.step()
         if orphans and r.random() < 0.2:
