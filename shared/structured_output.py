@@ -20,7 +20,7 @@ MAX_GBNF_BYTES = 16 << 10
 NO_TOKEN = "no token can go on from here"
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
-_JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "coerce_one_of": True}
+JSON_OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE, "coerce_one_of": True}
 _GBNF_RULE = re.compile(r"^\s*([A-Za-z][\w-]*)\s*::=", re.M)
 
 
@@ -76,9 +76,9 @@ def _grammar(structured: StructuredOutput) -> str:
             schema = msgspec.json.decode(text)
             if schema is False:
                 raise GrammarError("no value is valid by the schema false")
-            return LLMatcher.grammar_from_json_schema("{}" if schema is True else text, overrides=_JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema("{}" if schema is True else text, overrides=JSON_OPTIONS)
         case StructuredKind.JSON_OBJECT:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_JSON_OPTIONS)
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_OPTIONS)
         case StructuredKind.REGEX:
             return LLMatcher.grammar_from_regex(text)
         case StructuredKind.GRAMMAR:

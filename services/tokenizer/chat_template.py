@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quartet.services.tokenizer.tool_formats import as_template_variable, call_text, system_text
 from quartet.shared.config import SettingsError
-from quartet.shared.messages import ChatPrompt
-from quartet.shared.sampling_params import InvalidField
+from quartet.shared.messages import ChatMessage, ChatPrompt
+from quartet.shared.sampling_params import InvalidField, Tool, ToolChoice, ToolParams
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_RENDER_SECONDS = 5.0
@@ -54,16 +56,19 @@ class ChatTemplate:
         self._max_bytes = max_bytes
         self._clock = clock
         self._template = _environment().from_string(source) if source else None
+        self.source = source
+        self._knows_tools = "tools" in (source or "")
         # A role beyond the usual ones is good where the template asks for it by name.
         self._roles = frozenset({*ROLES, *re.findall(r"[\"']([a-z_]{1,32})[\"']", source or "")})
 
-    def render(self, prompt: ChatPrompt) -> str:
+    def render(self, prompt: ChatPrompt, tools: ToolParams | None = None) -> str:
         """The prompt's text. Raises NoChatTemplate, or InvalidField with the template's own message."""
         if self._template is None:
             raise NoChatTemplate(
                 "the model has no chat template: start the tokenizer with --chat-template (a file or the template)"
             )
-        messages = _messages(prompt, self._roles)
+        offered = list(tools.tools) if tools is not None and tools.choice is not ToolChoice.NONE else []
+        messages = self._messages(prompt, offered)
         deadline = self._clock() + MAX_RENDER_SECONDS
 
         def tick() -> str:
@@ -72,7 +77,7 @@ class ChatTemplate:
             return ""
 
         variables = {
-            "tools": None,
+            "tools": as_template_variable(offered) if offered and self._knows_tools else None,
             "documents": None,
             **self._special_tokens,
             **prompt.template_kwargs,
@@ -98,6 +103,35 @@ class ChatTemplate:
         text = "".join(parts)
         return _cut_to_continue(text) if prompt.continue_final_message else text
 
+    def _messages(self, prompt: ChatPrompt, offered: list[Tool]) -> list[dict[str, Any]]:
+        _check(prompt, self._roles)
+        messages: list[dict[str, Any]] = []
+        for i, message in enumerate(prompt.messages):
+            entry: dict[str, Any] = {"role": message.role, "content": message.content}
+            if message.name:
+                entry["name"] = message.name
+            if message.tool_call_id:
+                entry["tool_call_id"] = message.tool_call_id
+            if calls := _calls(i, message):
+                entry["tool_calls"] = calls
+                if not self._knows_tools:
+                    functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+                    entry["content"] += call_text(functions)
+            messages.append(entry)
+        if offered and not self._knows_tools:
+            _tell_of_tools(messages, system_text(offered))
+        if prompt.continue_final_message:
+            messages[-1]["content"] += _CONTINUE_TAG
+        return messages
+
+
+def _tell_of_tools(messages: list[dict[str, Any]], text: str) -> None:
+    if messages[0]["role"] == "system":
+        before = messages[0]["content"]
+        messages[0]["content"] = f"{before}\n\n{text}" if before else text
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+
 
 def read_template(setting: str) -> str | None:
     """The setting `chat_template`: a path or the template itself. Raises SettingsError."""
@@ -109,22 +143,31 @@ def read_template(setting: str) -> str | None:
         raise SettingsError(f"chat_template: cannot read {setting}: {error}") from error
 
 
-def _messages(prompt: ChatPrompt, roles: frozenset[str]) -> list[dict[str, str]]:
+def _check(prompt: ChatPrompt, roles: frozenset[str]) -> None:
     if not prompt.messages:
         raise InvalidField("messages", "must not be empty")
     if prompt.continue_final_message and prompt.add_generation_prompt:
         raise InvalidField("continue_final_message", "cannot be combined with add_generation_prompt")
     if reserved := _RESERVED.intersection(prompt.template_kwargs):
         raise InvalidField("template_kwargs", f"{min(reserved)} has a field of its own")
-    messages: list[dict[str, str]] = []
     for i, message in enumerate(prompt.messages):
         if message.role not in roles:
             raise InvalidField("messages", f"message {i} has the role {message.role!r}; roles are {', '.join(ROLES)}")
-        name = {"name": message.name} if message.name else {}
-        messages.append({"role": message.role, "content": message.content, **name})
-    if prompt.continue_final_message:
-        messages[-1]["content"] += _CONTINUE_TAG
-    return messages
+
+
+def _calls(i: int, message: ChatMessage) -> list[dict[str, Any]]:
+    """As templates are written for: with arguments as values."""
+    calls = []
+    for call in message.tool_calls:
+        try:
+            arguments = msgspec.json.decode(call.arguments) if call.arguments.strip() else {}
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise InvalidField("messages", f"message {i}: the arguments of {call.name} are no JSON object")
+        function = {"name": call.name, "arguments": arguments}
+        calls.append({"id": call.id, "type": "function", "function": function})
+    return calls
 
 
 def _cut_to_continue(text: str) -> str:

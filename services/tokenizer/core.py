@@ -17,6 +17,8 @@ import msgspec
 from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.prompt_encoder import check_request, prompt_field
 from quartet.services.tokenizer.request import GatewayKey, Request, adopt, advance, cut_to, open_request
+from quartet.services.tokenizer.tool_formats import ToolFormat
+from quartet.services.tokenizer.vocabulary import vocabulary_parts
 from quartet.shared.messages import (
     Abort,
     Accepted,
@@ -34,13 +36,15 @@ from quartet.shared.messages import (
     ModelInfo,
     Output,
     Outputs,
+    PrefixCacheReset,
     PromptLogprobs,
     Release,
+    ResetPrefixCache,
     Submit,
     TokenLogprobs,
     TokensPrompt,
 )
-from quartet.shared.sampling_params import InvalidField
+from quartet.shared.sampling_params import InvalidField, StructuredOutput
 
 CALL_TIMEOUT = 5.0
 MAX_PROMPT_LOGPROBS = 4096
@@ -60,6 +64,7 @@ class _Pending:
     submit: Submit
     owner: GatewayKey
     token_ids: list[int] | None = None
+    structured: StructuredOutput | None = None
 
 
 class _Call(NamedTuple):
@@ -78,10 +83,12 @@ class TokenizerCore:
         attach_grace: float = 30.0,
         max_retained_bytes: int = 256 << 20,
         recovery_deadline: float = 60.0,
+        tool_format: ToolFormat | None = None,
     ) -> None:
         self.model: ModelInfo | None = None
         self.draining = False
         self._loaded = loaded
+        self._tool_format = tool_format
         self._clock = clock
         self._attach_grace = attach_grace
         self._max_retained_bytes = max_retained_bytes
@@ -89,6 +96,7 @@ class TokenizerCore:
         self._recovery_deadline = recovery_deadline
         self._scheduler_is_up = False
         self._no_scheduler_since = clock()
+        self._told_vocabulary = False
         self._pending: dict[int, _Pending] = {}
         self._requests: dict[int, Request] = {}
         self._calls: dict[int, _Call] = {}
@@ -146,11 +154,18 @@ class TokenizerCore:
         pending = self._pending.get(request_id)
         return pending is not None and pending.submit.attempt == attempt
 
-    def encoded(self, request_id: int, attempt: int, prompt_token_ids: list[int]) -> None:
+    def encoded(
+        self,
+        request_id: int,
+        attempt: int,
+        prompt_token_ids: list[int],
+        structured: StructuredOutput | None = None,
+    ) -> None:
+        """`structured`: what the executor is to keep the output to."""
         pending = self._pending.get(request_id)
         if pending is None or pending.submit.attempt != attempt:
             return  # aborted or superseded meanwhile
-        pending.token_ids = prompt_token_ids
+        pending.token_ids, pending.structured = prompt_token_ids, structured
         if self.model is not None:
             del self._pending[request_id]
             self._start(pending, self.model)
@@ -173,9 +188,11 @@ class TokenizerCore:
             self._fail(gateway, attach, ErrorCode.NOT_FOUND, "the client has tokens that are not known here")
             return
         self._tell_owner(known, gateway)
-        request = open_request(cut_to(known, attach.attempt, attach.next_index), gateway, self._loaded)
+        submit = cut_to(known, attach.attempt, attach.next_index)
+        request = open_request(submit, gateway, self._loaded, self._tool_format, known.structured)
         for past in request.submit.choices:
-            past.sent_bytes = request.choices[past.index].stream.num_text_bytes
+            stream = request.choices[past.index].stream
+            past.sent_bytes, past.sent_call_bytes = stream.num_text_bytes, stream.num_call_bytes
         self._to_gateway(gateway, Attached(attach.request_id, attach.attempt, request.submit))
         self._take_over(request, known)
 
@@ -192,19 +209,20 @@ class TokenizerCore:
         if request is not None and release.attempt >= request.attempt:
             self._forget(request)
 
-    def get_loads(self, gateway: GatewayKey, call: GetLoads) -> None:
+    def call_scheduler(self, gateway: GatewayKey, call: GetLoads | ResetPrefixCache) -> None:
         if not self._scheduler_is_up:
             self._to_gateway(gateway, CallFailed(call.call_id, ErrorCode.UNAVAILABLE, "there is no scheduler"))
             return
         call_id, self._next_call_id = self._next_call_id, self._next_call_id + 1
         self._calls[call_id] = _Call(gateway, call.call_id, self._clock() + CALL_TIMEOUT)
-        self._to_scheduler(GetLoads(call_id))
+        self._to_scheduler(type(call)(call_id))
 
     # --- scheduler --------------------------------------------------------------------------------
 
     def scheduler_up(self) -> None:
         """Tells it every unfinished request, oldest first."""
         self._scheduler_is_up = True
+        self._told_vocabulary = False
         for request in self._requests.values():
             self._add(request)
 
@@ -221,6 +239,9 @@ class TokenizerCore:
         if model is None:
             return
         self.model = model
+        if model.structured_output:
+            # Before it is needed: an executor takes most of a second over it.
+            self._tell_vocabulary()
         waiting = [p for p in self._pending.values() if p.token_ids is not None]
         for pending in waiting:
             del self._pending[pending.submit.request_id]
@@ -257,7 +278,7 @@ class TokenizerCore:
         else:  # kept for whoever attaches
             request.failure, request.finished_at = failed, self._clock()
 
-    def call_answered(self, answer: Loads | CallFailed) -> None:
+    def call_answered(self, answer: Loads | PrefixCacheReset | CallFailed) -> None:
         call = self._calls.pop(answer.call_id, None)
         if call is not None:
             answer.call_id = call.call_id
@@ -297,6 +318,9 @@ class TokenizerCore:
         try:
             if not submit.choices:
                 raise InvalidField("n", "there is no choice to generate")
+            if pending.structured is not None and not model.structured_output:
+                field = "structured" if submit.sampling.structured is not None else "tool_choice"
+                raise InvalidField(field, "the executor cannot keep an output to a grammar")
             pasts = [past.output_token_ids for past in submit.choices]
             field = prompt_field(submit.prompt)
             max_tokens = check_request(field, ids, submit.sampling, pasts, self._loaded, model)
@@ -309,7 +333,7 @@ class TokenizerCore:
         submit = msgspec.structs.replace(submit, prompt=TokensPrompt(ids), sampling=sampling)
         if known is not None:
             self._tell_owner(known, pending.owner)
-        request = open_request(submit, pending.owner, self._loaded)
+        request = open_request(submit, pending.owner, self._loaded, self._tool_format, pending.structured)
         self._to_gateway(pending.owner, Accepted(submit.request_id, submit.attempt, ids))
         self._take_over(request, known)
 
@@ -375,7 +399,16 @@ class TokenizerCore:
     def _add(self, request: Request) -> None:
         request.adding_again = False
         if self._scheduler_is_up and request.unfinished:
-            self._to_scheduler(request.new_request(self._loaded.eos_token_ids))
+            if request.structured is not None:
+                self._tell_vocabulary()
+            self._to_scheduler(request.new_request(self._loaded.eos_token_ids, self._loaded.fingerprint))
+
+    def _tell_vocabulary(self) -> None:
+        """Once in each of the scheduler's sessions."""
+        if self._scheduler_is_up and not self._told_vocabulary:
+            self._told_vocabulary = True
+            for part in vocabulary_parts(self._loaded):
+                self._to_scheduler(part)
 
     def _add_again(self, request: Request) -> None:
         """Something on the way here was lost. Once: what follows the loss is still on its way."""

@@ -16,11 +16,14 @@ _new_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Text of running output: a leading space is kept, ids outside the vocabulary have no text."""
+    """Text of running output: a leading space is kept, ids outside the vocabulary have no text. Of special tokens
+    that are skipped, `kept` are not."""
 
-    def __init__(self, loaded: LoadedTokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, loaded: LoadedTokenizer, skip_special_tokens: bool = True, kept: frozenset[int] = frozenset()
+    ) -> None:
         self._bytes = loaded.token_bytes
-        self._skipped = loaded.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped = loaded.special_ids - kept if skip_special_tokens else frozenset[int]()
         self._decoder = _new_decoder("replace")
 
     def feed(self, token_ids: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quartet.services.tokenizer.chat_template import ChatTemplate, NoChatTemplate
 from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.shared.messages import ChatPrompt, ErrorCode, ModelInfo, Prompt, TextPrompt
-from quartet.shared.sampling_params import InvalidField, SamplingParams, validate_token_ids
+from quartet.shared.sampling_params import InvalidField, SamplingParams, ToolParams, validate_token_ids
 
 
 class Refusal(Exception):
@@ -42,15 +42,17 @@ class PromptEncoder:
             return len(prompt.text)
         return sum(len(m.content) + 16 for m in prompt.messages) if isinstance(prompt, ChatPrompt) else 0
 
-    def encode(self, prompt: Prompt, max_model_len: int | None) -> list[int]:
+    def encode(self, prompt: Prompt, max_model_len: int | None, tools: ToolParams | None = None) -> list[int]:
         """Token ids; `max_model_len` lets hopelessly long texts be refused unread. Raises Refusal."""
         try:
             if isinstance(prompt, TextPrompt):
                 self._check_size(prompt.text, "prompt", max_model_len)
                 return self._loaded.encode(prompt.text, prompt.add_special_tokens)
             if isinstance(prompt, ChatPrompt):
-                self._check_bytes(sum(len(m.content.encode()) for m in prompt.messages), "messages")
-                text = self._template.render(prompt)
+                texts = [m.content for m in prompt.messages]
+                texts += [call.arguments for m in prompt.messages for call in m.tool_calls]
+                self._check_bytes(sum(len(text.encode("utf-8", errors="surrogatepass")) for text in texts), "messages")
+                text = self._template.render(prompt, tools)
                 self._check_size(text, "messages", max_model_len)
                 # The template has written BOS and the like itself.
                 return self._loaded.encode(text, add_special_tokens=False)

@@ -9,6 +9,8 @@ import msgspec
 
 from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.stream import OutputStream
+from quartet.services.tokenizer.tool_calls import ToolCallParser, call_ids
+from quartet.services.tokenizer.tool_formats import ToolFormat
 from quartet.shared.messages import (
     ChoicePast,
     Delta,
@@ -19,6 +21,7 @@ from quartet.shared.messages import (
     TokenLogprobs,
     TokensPrompt,
 )
+from quartet.shared.sampling_params import StructuredOutput, ToolChoice
 
 GatewayKey = Hashable
 
@@ -44,7 +47,8 @@ class Choice:
 @dataclass(slots=True)
 class Request:
     """`submit` is complete: its prompt is TokensPrompt and max_tokens is resolved. Its choices' pasts are
-    those it came with; what came since is in `choices`. `owner` None: its gateway is gone, since `orphaned_at`."""
+    those it came with; what came since is in `choices`. `structured`: what the executor is to keep the output to,
+    which may come of the tools too. `owner` None: its gateway is gone, since `orphaned_at`."""
 
     submit: Submit
     owner: GatewayKey | None
@@ -54,6 +58,7 @@ class Request:
     finished_at: float | None = None
     failure: Failed | None = None
     adding_again: bool = False
+    structured: StructuredOutput | None = None
 
     @property
     def request_id(self) -> int:
@@ -87,33 +92,49 @@ class Request:
             size += len(entries) * _LOGPROB_BYTES * (1 + (len(last.top) if last else 0))
         return size
 
-    def new_request(self, eos_token_ids: list[int]) -> NewRequest:
-        """For a scheduler that may know it already, or have forgotten it."""
-        submit = self.submit
+    def new_request(self, eos_token_ids: list[int], fingerprint: str) -> NewRequest:
+        """For a scheduler that may know it already, or have forgotten it. `fingerprint` of the tokenizer."""
+        submit, sampling = self.submit, self.submit.sampling
+        if sampling.structured != self.structured:
+            sampling = msgspec.structs.replace(sampling, structured=self.structured)
         return NewRequest(
             request_id=submit.request_id,
             attempt=submit.attempt,
             prompt_token_ids=self.prompt_token_ids,
-            sampling=submit.sampling,
+            sampling=sampling,
             eos_token_ids=eos_token_ids,
             choices=[ChoicePast(c.index, c.token_ids) for c in self.unfinished],
             priority=submit.priority,
             cache_salt=submit.cache_salt,
             tenant=submit.tenant,
             prompt_logprobs_start=self.next_prompt_logprob,
+            read_prefix_cache=submit.read_prefix_cache,
+            write_prefix_cache=submit.write_prefix_cache,
+            vocabulary=fingerprint if self.structured is not None else "",
         )
 
 
-def open_request(submit: Submit, owner: GatewayKey | None, loaded: LoadedTokenizer) -> Request:
+def open_request(
+    submit: Submit,
+    owner: GatewayKey | None,
+    loaded: LoadedTokenizer,
+    tool_format: ToolFormat | None = None,
+    structured: StructuredOutput | None = None,
+) -> Request:
     """The pasts are replayed, so that each choice's text goes on where its client is."""
     choices: dict[int, Choice] = {}
+    tools = submit.tools if submit.tools is not None and submit.tools.choice is not ToolChoice.NONE else None
     for past in submit.choices:
-        stream = OutputStream(loaded, submit.sampling, submit.text)
-        stream.resume(past.output_token_ids, past.sent_bytes)
+        if tools is not None and tool_format is not None:
+            parser = ToolCallParser(tool_format, tools, call_ids(tool_format, submit.request_id, past.index))
+            stream = OutputStream(loaded, submit.sampling, submit.text, parser, tool_format.marker_ids(loaded))
+        else:
+            stream = OutputStream(loaded, submit.sampling, submit.text)
+        stream.resume(past.output_token_ids, past.sent_bytes, past.sent_call_bytes)
         ids = list(past.output_token_ids)
         logprobs: list[TokenLogprobs] | None = [] if submit.sampling.logprobs is not None else None
         choices[past.index] = Choice(past.index, ids, stream, logprobs, len(ids))
-    return Request(submit, owner, choices)
+    return Request(submit, owner, choices, structured=structured)
 
 
 def advance(
@@ -126,9 +147,10 @@ def advance(
 ) -> Delta:
     """Further tokens of a choice; what they mean for its client. Tokens past a stop string are dropped."""
     start = len(choice.token_ids)
-    text, used = choice.stream.feed(token_ids)
+    text, used, tool_calls = choice.stream.feed(token_ids)
     if finish_reason is not None:
-        text += choice.stream.finish()
+        rest = choice.stream.finish()
+        text, tool_calls = text + rest.text, tool_calls + rest.tool_calls
     if choice.stream.stop is not None:
         finish_reason, stop_reason = FinishReason.STOP, choice.stream.stop
     choice.finish_reason, choice.stop_reason = finish_reason, stop_reason
@@ -151,6 +173,8 @@ def advance(
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=choice.num_cached_tokens,
+        tool_calls=tool_calls,
+        num_call_bytes=choice.stream.num_call_bytes,
     )
 
 

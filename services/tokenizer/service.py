@@ -12,9 +12,11 @@ from typing import TypeVar
 from quartet.services.tokenizer.chat_template import ChatTemplate
 from quartet.services.tokenizer.core import TokenizerCore
 from quartet.services.tokenizer.detokenizer import decode
+from quartet.services.tokenizer.grammar_check import GrammarChecker
 from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.prompt_encoder import PromptEncoder, Refusal
 from quartet.services.tokenizer.settings import TokenizerSettings
+from quartet.services.tokenizer.tool_formats import pick_format
 from quartet.shared.config import version
 from quartet.shared.link import Identity, Peer, Status
 from quartet.shared.liveness import StatusFile, status_path
@@ -33,13 +35,15 @@ from quartet.shared.messages import (
     GetLoads,
     Loads,
     Outputs,
+    PrefixCacheReset,
     PromptLogprobs,
     Release,
+    ResetPrefixCache,
     Role,
     Submit,
     TokensPrompt,
 )
-from quartet.shared.sampling_params import InvalidField, validate_token_ids
+from quartet.shared.sampling_params import InvalidField, StructuredOutput, validate_token_ids
 from quartet.shared.transport import Dialer
 
 TICK = 1.0
@@ -60,8 +64,13 @@ class TokenizerService:
         template: ChatTemplate,
         model_fingerprint: str = "",
     ) -> None:
+        tool_format = pick_format(settings.tool_parser, template.source)
         self.core = TokenizerCore(
-            loaded, time.monotonic, settings.attach_grace, recovery_deadline=settings.recovery_deadline
+            loaded,
+            time.monotonic,
+            settings.attach_grace,
+            recovery_deadline=settings.recovery_deadline,
+            tool_format=tool_format,
         )
         name = settings.name or f"tokenizer-{os.getpid()}"
         self.identity = Identity(Role.TOKENIZER, name, tokenizer_fingerprint=loaded.fingerprint, version=version())
@@ -71,6 +80,9 @@ class TokenizerService:
         self._encoder = PromptEncoder(loaded, template, settings.max_prompt_bytes)
         self._threads = ThreadPoolExecutor(settings.encode_threads, "encode")
         self._large_thread = ThreadPoolExecutor(1, "encode-large")
+        self._grammars = GrammarChecker(loaded, tool_format)
+        self._grammar_timeout = settings.grammar_timeout
+        self._grammar_threads = ThreadPoolExecutor(2, "grammar")
         self._encoding = 0
         self._progress = 0
         self._status_file = StatusFile(status_path(settings.run_dir, "tokenizer"))
@@ -106,6 +118,7 @@ class TokenizerService:
             link.start()
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(TICK, self._tick)
+        self._grammar_threads.submit(self._grammars.warm_up)
 
     async def drain(self) -> None:
         """No new requests; returns when the running ones have ended or moved, or after drain_timeout. A gateway
@@ -126,6 +139,7 @@ class TokenizerService:
         self._status_file.remove()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._large_thread.shutdown(wait=False, cancel_futures=True)
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
 
     # --- within -----------------------------------------------------------------------------------
 
@@ -163,26 +177,38 @@ class TokenizerService:
         if not self.core.submit(gateway, submit):
             return
         request_id, attempt, prompt = submit.request_id, submit.attempt, submit.prompt
-        if isinstance(prompt, TokensPrompt):
+        structured = self._grammars.is_needed(submit)
+        if isinstance(prompt, TokensPrompt) and not structured:
             self.core.encoded(request_id, attempt, prompt.token_ids)
             return
         max_model_len = self.core.model.max_model_len if self.core.model is not None else None
 
-        def encode() -> list[int]:
-            wanted = self.core.wants(request_id, attempt)
-            return self._encoder.encode(prompt, max_model_len) if wanted else []
+        def encode() -> tuple[list[int], StructuredOutput | None]:
+            if not self.core.wants(request_id, attempt):
+                return [], None
+            token_ids = self._encoder.encode(prompt, max_model_len, submit.tools)
+            return token_ids, self._grammars.check(submit)
 
-        def done(token_ids: list[int] | None, refusal: Refusal | None) -> None:
-            if token_ids is not None:
-                self.core.encoded(request_id, attempt, token_ids)
+        def done(result: tuple[list[int], StructuredOutput | None] | None, refusal: Refusal | None) -> None:
+            if late is not None:
+                late.cancel()
+            if result is not None:
+                self.core.encoded(request_id, attempt, *result)
             elif refusal is not None:
                 self.core.refused(request_id, attempt, refusal.code, str(refusal), refusal.field)
 
-        self._in_thread(self._encoder.size(prompt), encode, done)
+        def refuse_late() -> None:
+            field = "structured" if submit.sampling.structured is not None else "tools"
+            text = f"{field}: takes longer than {self._grammar_timeout:g} s to compile"
+            self.core.refused(request_id, attempt, ErrorCode.INVALID_ARGUMENT, text, field)
+            self.flush()
+
+        late = self._loop.call_later(self._grammar_timeout, refuse_late) if structured else None
+        self._in_thread(self._encoder.size(prompt), encode, done, self._grammar_threads if structured else None)
 
     def encode(self, gateway: Peer, call: Encode) -> None:
         def work() -> Encoded:
-            ids = self._encoder.encode(call.prompt, None)
+            ids = self._encoder.encode(call.prompt, None, call.tools)
             return Encoded(call.call_id, ids, [self._loaded.bytes_of(i) for i in ids])
 
         self._answer(gateway, call.call_id, self._encoder.size(call.prompt), work)
@@ -206,7 +232,13 @@ class TokenizerService:
 
         self._in_thread(size, work, done)
 
-    def _in_thread(self, size: int, work: Callable[[], T], done: Callable[[T | None, Refusal | None], None]) -> None:
+    def _in_thread(
+        self,
+        size: int,
+        work: Callable[[], T],
+        done: Callable[[T | None, Refusal | None], None],
+        pool: ThreadPoolExecutor | None = None,
+    ) -> None:
         def finished(future: asyncio.Future[T]) -> None:
             self._encoding -= 1
             self._progress += 1
@@ -223,7 +255,8 @@ class TokenizerService:
             self.flush()
 
         self._encoding += 1
-        pool = self._large_thread if size > LARGE_PROMPT_BYTES else self._threads
+        if pool is None:
+            pool = self._large_thread if size > LARGE_PROMPT_BYTES else self._threads
         self._loop.run_in_executor(pool, work).add_done_callback(finished)
 
     def _ready(self) -> bool:
@@ -257,8 +290,8 @@ class _GatewaySide:
                 self._core.abort(message)
             case Release():
                 self._core.release(message)
-            case GetLoads():
-                self._core.get_loads(peer, message)
+            case GetLoads() | ResetPrefixCache():
+                self._core.call_scheduler(peer, message)
             case Encode():
                 self._service.encode(peer, message)
             case Decode():
@@ -292,7 +325,7 @@ class _SchedulerSide:
                 self._core.prompt_logprobs(message)
             case Failed():
                 self._core.failed(message)
-            case Loads() | CallFailed():
+            case Loads() | PrefixCacheReset() | CallFailed():
                 self._core.call_answered(message)
             case _:
                 _log.warning("unexpected message from the scheduler", message=type(message).__name__)

@@ -22,6 +22,13 @@ class TokenizerSettings(CommonSettings, frozen=True, kw_only=True):
     chat_template: Annotated[
         str, Meta(description="jinja2 chat template, or a file with one, in place of the model's own")
     ] = ""
+    tool_parser: Annotated[
+        Literal["auto", "hermes", "llama3_json", "mistral", "smollm2", "none"],
+        Meta(description="how the model writes tool calls; auto: by its chat template; none: tools are refused"),
+    ] = "auto"
+    grammar_timeout: Annotated[
+        float, Meta(description="seconds that a request's schema, regex or grammar may take to compile", gt=0)
+    ] = 10.0
     max_prompt_bytes: Annotated[int, Meta(description="longest prompt text that is accepted, in bytes", ge=1)] = 8 << 20
     attach_grace: Annotated[
         float, Meta(description="seconds that a request outlives its gateway, and a finished one its end", ge=0)

@@ -1,4 +1,4 @@
-"""One choice's output as text: detokenizer, then stop strings, then what the client has already.
+"""One choice's output as text: detokenizer, then stop strings, then tool calls, then what the client has already.
 
 The text is a function of the ids alone, so a choice that moved here from elsewhere is replayed
 through the same code and goes on where its client is.
@@ -12,7 +12,10 @@ from typing import NamedTuple
 from quartet.services.tokenizer.detokenizer import Detokenizer
 from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.stop_strings import Fed, StopStrings
+from quartet.services.tokenizer.tool_calls import Parsed, ToolCallParser
+from quartet.shared.messages import ToolCallDelta
 from quartet.shared.sampling_params import SamplingParams, TextParams
+from quartet.shared.tool_calls import after_call_bytes, num_call_bytes
 
 
 class Piece(NamedTuple):
@@ -20,16 +23,26 @@ class Piece(NamedTuple):
 
     text: str
     num_tokens: int
+    tool_calls: list[ToolCallDelta]
 
 
 class OutputStream:
     """`stop` is the stop string that ended the text.
 
-    End-of-sequence and stop tokens have no text unless include_stop_str_in_output.
+    End-of-sequence and stop tokens have no text unless include_stop_str_in_output. With a parser, tool calls are
+    taken out of the text; `marker_ids` are the special tokens that it looks for.
     """
 
-    def __init__(self, loaded: LoadedTokenizer, sampling: SamplingParams, text: TextParams) -> None:
-        self._detokenizer = Detokenizer(loaded, text.skip_special_tokens)
+    def __init__(
+        self,
+        loaded: LoadedTokenizer,
+        sampling: SamplingParams,
+        text: TextParams,
+        parser: ToolCallParser | None = None,
+        marker_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._detokenizer = Detokenizer(loaded, text.skip_special_tokens, marker_ids)
+        self._parser = parser
         self._stops = StopStrings(text.stop, text.include_stop_str_in_output) if text.stop else None
         self._min_tokens = sampling.min_tokens
         self._silent = frozenset[int]()
@@ -41,6 +54,9 @@ class OutputStream:
         self._unsent = ""
         self._sent_ahead = 0
         self._text_bytes = 0
+        self._unsent_calls: list[ToolCallDelta] = []
+        self._calls_sent_ahead = 0
+        self._call_bytes = 0
         self.stop: str | None = None
 
     @property
@@ -48,14 +64,20 @@ class OutputStream:
         """The UTF-8 bytes of all text let out so far, here or where the choice was before."""
         return self._text_bytes + self._sent_ahead
 
+    @property
+    def num_call_bytes(self) -> int:
+        """Likewise of tool calls, see Delta."""
+        return self._call_bytes + self._calls_sent_ahead
+
     def feed(self, token_ids: Sequence[int]) -> Piece:
-        """The text let out by further tokens. After a stop string nothing more is used."""
+        """What further tokens let out. After a stop string nothing more is used."""
         if self.stop is not None:
-            return Piece(self._take(""), 0)
+            return self._take(Parsed("", []), 0)
         silent = self._silent
         if self._stops is None:
             self._num_tokens += len(token_ids)
-            return Piece(self._take(self._detokenizer.feed([i for i in token_ids if i not in silent])), len(token_ids))
+            text = self._detokenizer.feed([i for i in token_ids if i not in silent])
+            return self._take(self._parse(text), len(token_ids))
         parts: list[str] = []
         used = 0
         # One by one: which token completed a stop string decides where the choice ends.
@@ -66,27 +88,38 @@ class OutputStream:
                 parts.append(self._through_stops(self._detokenizer.feed((token_id,))))
                 if self.stop is not None:
                     break
-        return Piece(self._take("".join(parts)), used)
+        return self._take(self._parse("".join(parts), last=self.stop is not None), used)
 
-    def finish(self) -> str:
-        """The rest of the text, when the choice has ended otherwise than by a stop string."""
+    def finish(self) -> Piece:
+        """The rest, when the choice has ended otherwise than by a stop string."""
         if self.stop is not None:
-            return self._take("")
+            return self._take(Parsed("", []), 0)
         text = self._through_stops(self._detokenizer.finish())
         if self._stops is not None and self.stop is None:
             text += self._stops.release()
-        return self._take(text)
+        return self._take(self._parse(text, last=True), 0)
 
-    def resume(self, token_ids: Sequence[int], sent_bytes: int | None) -> None:
-        """Replays a past. Of its text the client has `sent_bytes` (None: all of it); what it has not
-        comes out with the next piece."""
-        text = self.feed(token_ids).text
-        if sent_bytes is None:
-            return
-        if sent_bytes <= self._text_bytes:
+    def resume(self, token_ids: Sequence[int], sent_bytes: int | None, sent_call_bytes: int | None = None) -> None:
+        """Replays a past. Of its text the client has `sent_bytes`, of its tool calls `sent_call_bytes` (None: all
+        of it); what it has not comes out with the next piece."""
+        text, _, tool_calls = self.feed(token_ids)
+        if sent_bytes is not None and sent_bytes <= self._text_bytes:
             self._unsent = text.encode()[sent_bytes:].decode("utf-8", errors="ignore")
-        else:
+        elif sent_bytes is not None:
             self._sent_ahead = sent_bytes - self._text_bytes
+        if sent_call_bytes is not None and sent_call_bytes <= self._call_bytes:
+            self._unsent_calls = after_call_bytes(tool_calls, sent_call_bytes)
+        elif sent_call_bytes is not None:
+            self._calls_sent_ahead = sent_call_bytes - self._call_bytes
+
+    def _parse(self, text: str, last: bool = False) -> Parsed:
+        if self._parser is None:
+            return Parsed(text, [])
+        parsed = self._parser.feed(text)
+        if not last:
+            return parsed
+        rest = self._parser.finish()
+        return Parsed(parsed.text + rest.text, parsed.tool_calls + rest.tool_calls)
 
     def _through_stops(self, text: str) -> str:
         if self._stops is None or not text:
@@ -95,7 +128,10 @@ class OutputStream:
         self.stop = fed.stop
         return fed.text
 
-    def _take(self, text: str) -> str:
+    def _take(self, parsed: Parsed, num_tokens: int) -> Piece:
+        return Piece(self._take_text(parsed.text), num_tokens, self._take_calls(parsed.tool_calls))
+
+    def _take_text(self, text: str) -> str:
         self._text_bytes += len(text.encode())
         if self._sent_ahead and text:
             data = text.encode()
@@ -105,3 +141,14 @@ class OutputStream:
         if self._unsent:
             text, self._unsent = self._unsent + text, ""
         return text
+
+    def _take_calls(self, parts: list[ToolCallDelta]) -> list[ToolCallDelta]:
+        if parts:
+            length = num_call_bytes(parts)
+            self._call_bytes += length
+            skipped = min(self._calls_sent_ahead, length)
+            self._calls_sent_ahead -= skipped
+            parts = after_call_bytes(parts, skipped)
+        if self._unsent_calls:
+            parts, self._unsent_calls = self._unsent_calls + parts, []
+        return parts

@@ -52,14 +52,14 @@ def emits_half_characters() -> None:
 
 
 def counts_characters() -> None:
-    original = OutputStream._take
+    original = OutputStream._take_text
 
     def take(self: OutputStream, text: str) -> str:
         text = original(self, text)
         self._text_bytes -= len(text.encode()) - len(text)
         return text
 
-    OutputStream._take = take  # type: ignore[method-assign]
+    OutputStream._take_text = take  # type: ignore[method-assign]
 
 
 def stops_only_within_a_piece() -> None:

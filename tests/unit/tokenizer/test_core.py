@@ -544,19 +544,19 @@ def test_prompt_logprobs_go_on_where_they_stopped(bench: Bench) -> None:
 
 
 def test_loads_are_asked_of_the_scheduler(bench: Bench) -> None:
-    bench.core.get_loads("g", GetLoads(77))
-    bench.core.get_loads("h", GetLoads(77))
+    bench.core.call_scheduler("g", GetLoads(77))
+    bench.core.call_scheduler("h", GetLoads(77))
     _, second = bench.take()[None]
     bench.core.call_answered(Loads(second.call_id, *range(9)))
     assert bench.take()["h"] == [Loads(77, *range(9))]
     bench.core.scheduler_down()
     assert only(bench.take()["g"], CallFailed).code is ErrorCode.UNAVAILABLE
-    bench.core.get_loads("g", GetLoads(78))
+    bench.core.call_scheduler("g", GetLoads(78))
     assert bench.take()["g"] == [CallFailed(78, ErrorCode.UNAVAILABLE, "there is no scheduler")]
 
 
 def test_a_call_that_is_not_answered_fails(bench: Bench) -> None:
-    bench.core.get_loads("g", GetLoads(77))
+    bench.core.call_scheduler("g", GetLoads(77))
     bench.take()
     bench.now += 6
     bench.core.tick()

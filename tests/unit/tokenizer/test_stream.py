@@ -25,13 +25,13 @@ def run(stream: OutputStream, ids: list[int]) -> tuple[str, int]:
         used += piece.num_tokens
         if stream.stop is not None:
             break
-    return text + stream.finish(), used
+    return text + stream.finish().text, used
 
 
 def test_forced_def_stops_before_de(smollm: LoadedTokenizer) -> None:
     stream = new(smollm, stop=["DE"])
-    assert stream.feed([33203, 33203]) == ("", 1)
-    assert stream.stop == "DE" and stream.finish() == ""
+    assert stream.feed([33203, 33203]) == ("", 1, [])
+    assert stream.stop == "DE" and stream.finish().text == ""
     stream = new(smollm, stop=["EF", "DE"])
     stream.feed([33203])
     assert stream.stop == "DE"
@@ -44,7 +44,7 @@ def test_stop_across_tokens_names_the_token_that_completed_it(smollm: LoadedToke
     assert (text, used) == ("The quick bro", len(smollm.encode("The quick brown fox", False)))
     assert stream.num_text_bytes == len("The quick bro")
     bulk = new(smollm, stop=["wn fo"])
-    assert bulk.feed(ids) == (text, used)
+    assert bulk.feed(ids) == (text, used, [])
 
 
 def test_eos_and_stop_tokens_have_no_text(tiny: LoadedTokenizer) -> None:
