@@ -3,6 +3,7 @@
 # make lint      format, lint, types, the import law, generated code
 # make fuzz      a million mutated frames over every socket (a quarter of an hour)
 # make bench     measurements, as JSON
+# make gpu-check correctness and rates on the GPU of this machine, under six minutes, as JSON (status 3: there is none)
 # make chaos     kill, freeze and cut off services under streams for minutes; one JSON line
 #
 # PYTHON=python3.12        the interpreter for .venv (3.11 or newer; found by itself otherwise)
@@ -15,7 +16,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: up install test test-full lint types format bench chaos fuzz clean
+.PHONY: up install test test-full lint types format bench chaos fuzz gpu-check gpu-wheels clean
 
 up: $(VENV)/.run
 	@$(BIN)/quartet serve --demo $(ARGS)
@@ -47,6 +48,16 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	@$(BIN)/python -m bench $(ARGS)
+
+# Needs no install: PYTHON is one that has torch and triton, WHEELS what it lacks (see gpu-wheels).
+WHEELS ?= build/gpu-wheels
+gpu-check:
+	@$(or $(PYTHON),$(BIN)/python) -m bench.gpu $(if $(wildcard $(WHEELS)),--wheels $(WHEELS)) $(ARGS)
+
+# To be carried, with this folder, to a machine without a network.
+gpu-wheels: $(VENV)/bin/python
+	$(BIN)/python -m pip download -q --only-binary :all: --no-deps --python-version 3.12 --platform manylinux_2_28_x86_64 \
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d $(WHEELS) pyzmq msgspec structlog
 
 # Nightly: a million mutated frames over every socket; ARGS='--seconds 60' for a look.
 fuzz: $(VENV)/.dev

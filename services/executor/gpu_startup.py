@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from quartet.services.executor.attention.torch_paged import TorchPagedAttention
+from quartet.services.executor.dtypes import DTYPES
 from quartet.services.executor.engine import Engine, Model, TorchEngine
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
@@ -20,10 +21,7 @@ from quartet.services.executor.models.config import ModelConfig, ModelError
 from quartet.services.executor.models.decoder import Decoder, LoadParameter
 from quartet.services.executor.resources import available_memory, num_kv_blocks
 from quartet.services.executor.settings import ExecutorSettings
-from quartet.services.executor.weights import DTYPES, load_with
-from quartet.services.executor.weights.loader import Progress
 from quartet.shared.log import get_logger
-from quartet.shared.model_files import ModelFiles
 from quartet.shared.sampling_params import SamplingParams
 
 GPU_NUM_BATCHED_TOKENS = 8192
@@ -37,6 +35,8 @@ _WARM_UP = (
     SamplingParams(),
     SamplingParams(top_p=0.9, top_k=50, repetition_penalty=1.1),
 )
+
+BuildModel = Callable[[ModelConfig, LoadParameter], Model]
 
 _log = get_logger()
 
@@ -75,13 +75,13 @@ def why_not_triton(settings: ExecutorSettings, config: ModelConfig, dtype: str, 
 
 def load_gpu_runner(
     settings: ExecutorSettings,
-    files: ModelFiles,
     config: ModelConfig,
     max_model_len: int,
     device: torch.device,
-    progress: Progress | None = None,
+    load: Callable[[BuildModel, str], Model],
 ) -> tuple[ModelRunner, InputBatch, str]:
-    """(runner, its batch, the name of the dtype). Raises ModelError or NotEnoughMemory."""
+    """(runner, its batch, the name of the dtype). `load` gives the built model, its weights in the named dtype on
+    `device`. Raises ModelError or NotEnoughMemory."""
     if settings.quantization in ("int8", "int4"):
         raise ModelError(f"quantization {settings.quantization} is of a CPU's kernels: there is none on {device.type}")
     if settings.attention_backend == "native":
@@ -93,12 +93,12 @@ def load_gpu_runner(
     elif reason is not None and (settings.attention_backend == "triton" or settings.kv_dtype == "fp8"):
         asked = "attention_backend triton" if settings.attention_backend == "triton" else "kv_dtype fp8"
         raise ModelError(f"{asked} is not possible: {reason}")
-    _log.info("loading", model=files.name, dtype=dtype, device=_name(device))
+    _log.info("loading", dtype=dtype, device=_name(device))
     started = time.monotonic()
     build = _TritonBuild() if reason is None else _PlainBuild()
     if reason is not None:
         _log.warning("running in plain torch, which is slow on a GPU", reason=reason)
-    model = load_with(build.model, files.path, dtype, str(device), progress)
+    model = load(build.model, dtype)
     _log.info("loaded", seconds=round(time.monotonic() - started, 2))
 
     kv_dtype = _kv_dtype(settings, dtype)
@@ -132,7 +132,7 @@ def _kv_dtype(settings: ExecutorSettings, dtype: str) -> torch.dtype:
 class _PlainBuild:
     """The plain decoder, on any device."""
 
-    model: Callable[[ModelConfig, LoadParameter], Model] = Decoder
+    model: BuildModel = Decoder
     cache: type[KVCache] = KVCache
 
     def engine(

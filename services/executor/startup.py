@@ -11,7 +11,7 @@ import torch
 
 from quartet.services.executor.attention.torch_paged import TorchPagedAttention
 from quartet.services.executor.engine import Model, TorchEngine
-from quartet.services.executor.gpu_startup import is_interpreted, load_gpu_runner, pick_device
+from quartet.services.executor.gpu_startup import BuildModel, is_interpreted, load_gpu_runner, pick_device
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.model_runner import ModelRunner
@@ -40,7 +40,12 @@ def load_runner(settings: ExecutorSettings) -> tuple[ModelRunner, ModelInfo]:
     config = load_config(files.path)
     max_model_len = pick_max_model_len(settings, config)
     if device.type == "cuda" or (settings.attention_backend == "triton" and is_interpreted()):
-        runner, batch, dtype_name = load_gpu_runner(settings, files, config, max_model_len, device, _log_progress)
+        _log.info("loading", model=files.name)
+
+        def load(build: BuildModel, dtype: str) -> Model:
+            return load_with(build, files.path, dtype, str(device), _log_progress)
+
+        runner, batch, dtype_name = load_gpu_runner(settings, config, max_model_len, device, load)
         return runner, _model_info(files, batch, dtype_name, device)
     runner, batch, dtype_name = _load_cpu_runner(settings, files, config, max_model_len, num_threads)
     return runner, _model_info(files, batch, dtype_name, device)

@@ -9,14 +9,13 @@ from typing import TypeVar
 
 import torch
 
+from quartet.services.executor.dtypes import DTYPES
 from quartet.services.executor.models.config import ModelConfig, ModelError
 from quartet.services.executor.models.decoder import Decoder
 from quartet.services.executor.models.parameters import EMBED_TOKENS, LM_HEAD, parameter_shapes
 from quartet.services.executor.weights.gguf_file import GGUFFile
 from quartet.services.executor.weights.safetensors_folder import SafetensorsFolder, read_folder_config
 from quartet.services.executor.weights.source import WeightSource
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Progress = Callable[[int, int], None]
 Built = TypeVar("Built")

@@ -27,11 +27,10 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, MAX_NUM_SEQS = 16, 24, 6
 
 
-@pytest.fixture(params=["alone", "ahead"])
-def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a step is launched before the tokens of the one before are known."""
-    monkeypatch.setattr(staging._HostDownload, "is_ready", request.param == "alone")
-    return request.param == "ahead"
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is launched before the tokens of the one before are known."""
+    monkeypatch.setattr(staging._HostDownload, "is_ready", False)
 
 
 def input_batch(config: ModelConfig) -> InputBatch:
@@ -77,13 +76,16 @@ def answers(line: Line, num_requests: int, max_tokens: int, **sampling: object) 
     return line.outputs
 
 
-def test_greedy_tokens_are_those_of_the_plain_executor(ahead: bool) -> None:
+@pytest.mark.parametrize("is_ready", [False, True], ids=["ahead", "one by one"])
+def test_greedy_tokens_are_those_of_the_plain_executor(monkeypatch: pytest.MonkeyPatch, is_ready: bool) -> None:
+    monkeypatch.setattr(staging._HostDownload, "is_ready", is_ready)
     config = CONFIGS["llama"]
     # More requests than rows: a row is used again, while a step that knew its last occupant is computed.
     assert answers(triton_line(config), 7, 5) == answers(plain_line(config), 7, 5)
 
 
-def test_decodes_as_graphs(ahead: bool) -> None:
+@pytest.mark.usefixtures("ahead")
+def test_decodes_as_graphs() -> None:
     config = CONFIGS["mistral"]
     line = triton_line(config, graphs=True)
     replayed = []
@@ -95,7 +97,8 @@ def test_decodes_as_graphs(ahead: bool) -> None:
     assert 4 in replayed and set(replayed) <= {1, 2, 4, 6}
 
 
-def test_sampling_state_follows_the_rows(ahead: bool) -> None:
+@pytest.mark.usefixtures("ahead")
+def test_sampling_state_follows_the_rows() -> None:
     """Penalties, bias and min_tokens step by step, on rows that are used again."""
     config = CONFIGS["llama"]
     sampling = {
@@ -109,7 +112,8 @@ def test_sampling_state_follows_the_rows(ahead: bool) -> None:
     assert answers(triton_line(config), 7, 6, **sampling) == answers(plain_line(config), 7, 6, **sampling)
 
 
-def test_a_seed_s_tokens_do_not_depend_on_the_batch(ahead: bool) -> None:
+@pytest.mark.usefixtures("ahead")
+def test_a_seed_s_tokens_do_not_depend_on_the_batch() -> None:
     config = CONFIGS["llama"]
     sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 30}
     together = triton_line(config)
@@ -124,8 +128,9 @@ def test_a_seed_s_tokens_do_not_depend_on_the_batch(ahead: bool) -> None:
     assert alone.outputs[1, 0] == together.outputs[3, 0]
 
 
+@pytest.mark.usefixtures("ahead")
 @pytest.mark.filterwarnings("ignore:invalid value")
-def test_prompt_logprobs_and_a_row_that_fails(ahead: bool, plans) -> None:
+def test_prompt_logprobs_and_a_row_that_fails(plans) -> None:
     config = CONFIGS["llama"]
     lines = triton_line(config), plain_line(config)
     for line in lines:
