@@ -42,17 +42,19 @@ class Change(NamedTuple):
 
 
 class Blocks:
-    """Of one choice. An answer in which nothing is said has one empty text where `never_empty`."""
+    """Of one choice. An answer in which nothing is said has one empty text where `never_empty`. Where tools may be
+    called, blanks between texts and calls are no part of either: models write line feeds there."""
 
-    def __init__(self, never_empty: bool = False) -> None:
+    def __init__(self, *, may_call: bool, never_empty: bool = False) -> None:
         self.blocks: list[Block] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.called = False
+        self._may_call = may_call
         self._never_empty = never_empty
         self._open: Block | None = None
         self._call = -1
-        # What came since the last block grew: log-probabilities of tokens without text yet, and blanks after a call.
+        # What waits for text that follows: log-probabilities of tokens without text, and blanks.
         self._logprobs: list[TokenLogprobs] = []
         self._blanks = ""
 
@@ -69,6 +71,8 @@ class Blocks:
             self._grow(changes, part.arguments)
         if chunk.finish_reason is not None:
             self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
+            if self._blanks and not self.called:
+                self._grow_text(self._blanks, changes)
             if not self.blocks and self._never_empty:
                 self._begin(changes)
             if self._open is not None and not self._open.call_id:
@@ -77,12 +81,15 @@ class Blocks:
         return changes
 
     def _add_text(self, text: str, changes: list[Change]) -> None:
-        if self._open is None or self._open.call_id:
+        if self._may_call:
             text = self._blanks + text
-            if self.called and not text.strip():
-                self._blanks = text
-                return
-            self._blanks = ""
+            end = len(text.rstrip())
+            text, self._blanks = text[:end], text[end:]
+        if text:
+            self._grow_text(text, changes)
+
+    def _grow_text(self, text: str, changes: list[Change]) -> None:
+        if self._open is None or self._open.call_id:
             self._begin(changes)
         self._grow(changes, text)
 

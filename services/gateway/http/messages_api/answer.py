@@ -31,8 +31,8 @@ _encode = msgspec.json.encode
 class Answer:
     """A message that grows."""
 
-    def __init__(self, request_id: int, model: str, num_prompt_tokens: int) -> None:
-        self._blocks = Blocks()
+    def __init__(self, request_id: int, model: str, num_prompt_tokens: int, may_call: bool) -> None:
+        self._blocks = Blocks(may_call=may_call)
         self._usage = MessagesUsage(num_prompt_tokens, 0)
         self._head: dict[str, Any] = {"id": f"msg_{request_id:016x}", "model": model}
         self._text_head = b""

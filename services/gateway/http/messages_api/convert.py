@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quartet.services.gateway.convert import CONTENT_SEPARATOR
+from quartet.services.gateway.convert import CONTENT_SEPARATOR, MAX_LABEL_BYTES
 from quartet.services.gateway.http.errors import invalid, required
 from quartet.services.gateway.http.messages_api.bodies import (
     ContentBlock,
@@ -92,6 +92,8 @@ def params_of(body: MessagesRequest, limits: RequestLimits, tenant: str) -> Para
             raise invalid("structured_outputs", "goes not together with output_config.format")
         formatted = ResponseFormat("json_schema", JsonSchemaFormat("output", schema=wanted.schema))
     user = body.metadata.user_id if body.metadata is not None else None
+    if len((user or "").encode()) > MAX_LABEL_BYTES:
+        raise invalid("metadata.user_id", f"has at most {MAX_LABEL_BYTES} bytes")
     chat = ChatCompletionRequest(
         messages=[],
         max_tokens=body.max_tokens,
@@ -108,7 +110,6 @@ def fields_of(body: MessagesRequest) -> dict[str, str]:
     structured = "structured_outputs" if body.structured_outputs is not None else "output_config.format"
     return {
         "stop": "stop_sequences",
-        "user": "metadata.user_id",
         "structured": structured,
         "prompt_token_ids": "messages",
     }

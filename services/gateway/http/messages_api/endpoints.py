@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from quartet.services.gateway.events import Started
@@ -14,7 +16,9 @@ from quartet.services.gateway.http.messages_api.bodies import CountTokensRequest
 from quartet.services.gateway.http.messages_api.convert import fields_of, params_of, prompt_of, tools_of
 from quartet.shared.messages import Encode, Encoded, Prompt
 
-VERSION = b"2023-06-01"
+# Since this version of the API a message and its events have had the form that they have here.
+OLDEST_VERSION = b"2023-06-01"
+_VERSION = re.compile(rb"\d{4}-\d\d-\d\d")
 
 _DECODER = msgspec.json.Decoder(MessagesRequest)
 _COUNT_DECODER = msgspec.json.Decoder(CountTokensRequest)
@@ -32,7 +36,7 @@ async def messages(api: Api, exchange: Exchange) -> None:
         if body.truncate_prompt_tokens is not None:
             prompt = await api.truncate(prompt, body.truncate_prompt_tokens, params, model, tools)
         with api.generating(exchange, [prompt], params, tools) as group:
-            await _answer(exchange, group, name, bool(body.stream))
+            await _answer(exchange, group, body, name)
 
 
 async def count_tokens(api: Api, exchange: Exchange) -> None:
@@ -48,21 +52,21 @@ async def count_tokens(api: Api, exchange: Exchange) -> None:
         await exchange.respond(200, msgspec.json.encode(TokenCount(len(encoded.token_ids))))
 
 
-async def _answer(exchange: Exchange, group: Group, name: str, streamed: bool) -> None:
+async def _answer(exchange: Exchange, group: Group, body: MessagesRequest, name: str) -> None:
     """A stream's head is sent when the prompt is accepted: what is wrong with it is told by a status."""
     events = await group.next()
     _, started = events[0]
     assert isinstance(started, Started)
-    answer = Answer(started.request_id, name, len(started.prompt_token_ids))
-    if streamed:
+    answer = Answer(started.request_id, name, len(started.prompt_token_ids), bool(body.tools))
+    if body.stream:
         await exchange.start_events()
         await exchange.write(answer.begin())
     while events:
         changes = [change for _, event in events for change in answer.add(event)]
-        if streamed and changes:
+        if body.stream and changes:
             await exchange.write(answer.write(changes))
         events = await group.next()
-    if streamed:
+    if body.stream:
         await exchange.write(answer.end(), more=False)
     else:
         await exchange.respond(200, msgspec.json.encode(answer.message()))
@@ -70,6 +74,6 @@ async def _answer(exchange: Exchange, group: Group, name: str, streamed: bool) -
 
 def _check_version(exchange: Exchange) -> None:
     version = exchange.header(b"anthropic-version")
-    if version not in (None, VERSION):
+    if version is not None and not (_VERSION.fullmatch(version) and version >= OLDEST_VERSION):
         given = version.decode("latin-1")[:40]
-        raise ApiError(400, f"anthropic-version: only {VERSION.decode()} is spoken here, got {given!r}")
+        raise ApiError(400, f"anthropic-version: must be {OLDEST_VERSION.decode()} or later, got {given!r}")

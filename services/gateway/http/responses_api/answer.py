@@ -39,7 +39,7 @@ class Answer:
     """A response that grows."""
 
     def __init__(self, body: ResponsesRequest, request_id: int, model: str) -> None:
-        self._blocks = Blocks(never_empty=True)
+        self._blocks = Blocks(may_call=bool(body.tools), never_empty=True)
         self._request_id = request_id
         self._num_top = body.top_logprobs or 0
         self._plain = not wants_logprobs(body)
