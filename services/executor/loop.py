@@ -91,10 +91,11 @@ class ExecutorLoop:
             case StepPlan():
                 return self._plan(message)
             case Vocabulary():
-                return self._runner.add_vocabulary(message)
+                self._runner.add_vocabulary(message)
             case EraseHashes():
-                return self._runner.erase_hashes()
-        _log.warning("unexpected message dropped", message=type(message).__name__)
+                self._runner.erase_hashes()
+            case _:
+                _log.warning("unexpected message dropped", message=type(message).__name__)
         return None
 
     def _takeover(self, message: Takeover) -> Granted:

@@ -23,6 +23,7 @@ class Choice:
     finish_reason: str = ""
     stop_reason: int | str | None = None
     times: list[float] = field(default_factory=list)
+    tool_calls: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -66,6 +67,7 @@ class Result:
             choice.text += chunk.text
             choice.pieces.append(chunk.text)
             choice.logprobs += chunk.logprobs
+            choice.tool_calls += chunk.tool_calls
             choice.times.append(time.monotonic())
             if chunk.HasField("finished"):
                 choice.finish_reason = pb.FinishReason.Name(chunk.finished.reason).removeprefix("FINISH_REASON_")
@@ -100,6 +102,10 @@ class Client:
                 target.logit_bias.update(value)
             elif name == "past":
                 target.past.extend(value)
+            elif name == "structured":
+                target.structured.CopyFrom(pb.StructuredOutput(**value))
+            elif name == "tools":
+                target.tools.CopyFrom(value)
             else:
                 setattr(target, name, value)
         return request
