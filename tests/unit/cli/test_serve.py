@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quartet.services.cli.serve import ServeSettings, child_commands, own_run_dir, split_arguments
+from quartet.services.cli.processes import SignalInbox
+from quartet.services.cli.serve import Serve, ServeSettings, child_commands, own_run_dir, split_arguments
 from quartet.shared.config import SettingsError
 
 DRIVER = """
@@ -238,3 +239,12 @@ def test_what_a_killed_serve_left_is_swept(monkeypatch: pytest.MonkeyPatch) -> N
             assert not stale.exists()
             assert os.path.isdir(live)
             assert second != live
+
+
+def test_the_user_is_told_of_http_where_it_is_served(capsys, tmp_path):
+    settings = ServeSettings(run_dir=str(tmp_path))
+    for address, told in (("127.0.0.1:1234", True), ("", False)):
+        with SignalInbox() as inbox:
+            Serve(settings, {}, str(tmp_path), "127.0.0.1:1", inbox, address)._tell_how_to_connect()
+        text = capsys.readouterr().out
+        assert ("http://127.0.0.1:1234/v1" in text) == told and "127.0.0.1:1" in text
