@@ -9,7 +9,10 @@ from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_size
 from functools import cache
 from pathlib import Path
 
+from quartet.shared.log import get_logger
+
 _FOLDER = Path(__file__).parent
+_log = get_logger()
 
 
 class Isa(enum.IntFlag):
@@ -73,13 +76,22 @@ class Step(Structure):
 
 @cache
 def load_library() -> ctypes.CDLL | None:
-    """The library, or None where it was not built (no compiler, another kind of CPU) or cannot be loaded."""
+    """The library, or None where it was not built (no compiler, another kind of CPU), is of other sources than
+    these or cannot be loaded."""
     for path in _candidates():
         try:
             library = ctypes.CDLL(str(path))
         except OSError:
             continue
-        _declare(library)
+        try:
+            _declare(library)
+        except AttributeError as error:
+            _log.warning(
+                "the compiled kernels are out of date and not used: run python setup.py build_ext --inplace",
+                library=str(path),
+                error=str(error),
+            )
+            continue
         return library
     return None
 

@@ -1,0 +1,40 @@
+"""Which file of kernels is used."""
+
+import _ctypes
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from quartet.services.executor.native import library
+
+# Any shared library that is no build of ours has none of its functions, as an old build has not the newest.
+STALE = Path(_ctypes.__file__)
+
+
+def load(monkeypatch: pytest.MonkeyPatch, *paths: Path):
+    monkeypatch.setattr(library, "_candidates", lambda: iter(paths))
+    with capture_logs() as lines:
+        return library.load_library.__wrapped__(), lines
+
+
+def test_a_build_that_lacks_a_function_is_not_used_and_said_to_be_old(monkeypatch):
+    loaded, lines = load(monkeypatch, STALE)
+    assert loaded is None
+    (line,) = lines
+    assert line["log_level"] == "warning" and "setup.py build_ext" in line["event"]
+    assert line["library"] == str(STALE) and "quartet_" in line["error"]
+
+
+def test_what_cannot_be_loaded_is_passed_over_in_silence(monkeypatch, tmp_path):
+    broken = tmp_path / "_kernels.so"
+    broken.write_bytes(b"no library")
+    assert load(monkeypatch, broken, tmp_path / "missing.so") == (None, [])
+
+
+@pytest.mark.skipif(library.load_library() is None, reason="no compiled kernels here")
+def test_a_good_build_behind_an_old_one_is_used(monkeypatch):
+    good = next(library._candidates())
+    loaded, lines = load(monkeypatch, STALE, good)
+    assert loaded is not None and loaded._name == str(good)
+    assert len(lines) == 1
