@@ -62,12 +62,16 @@ class Blocks:
         changes: list[Change] = []
         if chunk.logprobs:
             self._logprobs = [*self._logprobs, *chunk.logprobs]
+        parts = chunk.tool_calls
+        if parts and parts[0].index == self._call and not parts[0].name:
+            # A chunk may hold several deltas: the end of a call, and text that came after it.
+            self._grow(changes, parts[0].arguments)
+            parts = parts[1:]
         if chunk.text:
             self._add_text(chunk.text, changes)
-        for part in chunk.tool_calls:
-            if part.index != self._call or self._open is None or not self._open.call_id:
-                self._call, self.called, self._blanks = part.index, True, ""
-                self._begin(changes, part.id, part.name)
+        for part in parts:
+            self._call, self.called, self._blanks = part.index, True, ""
+            self._begin(changes, part.id, part.name)
             self._grow(changes, part.arguments)
         if chunk.finish_reason is not None:
             self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
