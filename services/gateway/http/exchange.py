@@ -188,7 +188,8 @@ def _field_of_constant(body: bytes) -> str | None:
     constant = object()
 
     def pairs(items: list[tuple[str, Any]]) -> None:
-        found.extend(name for name, value in items if value is constant)
+        # A name may have half of a surrogate pair, which no answer can be written with.
+        found.extend(name.encode(errors="replace").decode() for name, value in items if value is constant)
 
     try:
         json.loads(body, parse_constant=lambda _: constant, object_pairs_hook=pairs)
