@@ -26,7 +26,7 @@ install: $(VENV)/.run
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
-test-full: $(VENV)/.dev
+test-full: $(VENV)/.full
 	@$(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(ARGS)
 
 lint: $(VENV)/.dev types
@@ -89,4 +89,9 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt setup.py $(wildc
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what the tests and lints need"
 	@$(PIP_INSTALL) -qq -e '.[dev]'
+	@touch $@
+
+$(VENV)/.full: $(VENV)/.dev
+	@echo "installing what the long tests need"
+	@$(PIP_INSTALL) -qq -e '.[dev-full]'
 	@touch $@
