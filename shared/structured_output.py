@@ -17,6 +17,8 @@ from quartet.shared.sampling_params import StructuredKind, StructuredOutput
 WHITESPACE = r" |\n[ \t]{0,16}"
 # The library's own notation of Lark's is parsed by it; GBNF is translated in Python first.
 MAX_GBNF_BYTES = 16 << 10
+# Of text that must come, so much is encoded at a time: the next token is what counts.
+MAX_FORCED = 256
 NO_TOKEN = "no token can go on from here"
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 
@@ -49,13 +51,17 @@ def build_vocabulary(tokens: Sequence[bytes], special_token_ids: Sequence[int]) 
     most of a second, and holds the GIL."""
     wrapped = _Wrapped(tokens, special_token_ids)
     vocabulary = LLTokenizer(wrapped)  # type: ignore[arg-type]
-    wrapped.encode = vocabulary.greedy_tokenize
+    wrapped.encode = lambda text: vocabulary.greedy_tokenize(text[:MAX_FORCED])
     return vocabulary
 
 
 def compile_grammar(structured: StructuredOutput, vocabulary: LLTokenizer) -> LLMatcher:
     """At the beginning of an output. A grammar must be Lark's. Raises GrammarError. Releases the GIL."""
-    matcher = LLMatcher(vocabulary, _grammar(structured), log_level=0, limits=LIMITS)
+    try:
+        grammar = _grammar(structured)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(str(error)) from error
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
     if matcher.is_error():
         raise GrammarError(why(matcher))
     return matcher

@@ -48,14 +48,19 @@ def sample(logits: torch.Tensor, state: SamplingRows, rows: IntArray, output_ind
     logits = logits[:, : state.vocab_size]
     _adjust(logits, state, rows, output_indices)
     allowed = state.structured.allowed(rows)
-    if allowed is not None:
-        keep_allowed(logits, allowed)
+    few = keep_allowed(logits, allowed) if allowed is not None else {}
     best, token_ids = _row_max(logits)
     failed = ~np.isfinite(best)
     random = np.flatnonzero(state.is_random[rows] & ~failed)
     if len(random):
         drawn = rows[random]
         noise = uniform(state.seed[drawn], state.choice_index[drawn], output_indices[random].astype(np.uint64))
+        if few:
+            of_few = np.array([place in few for place in random.tolist()])
+            chosen = random[of_few]
+            token_ids[chosen] = _draw_of_few(logits, best, state, rows, chosen, noise[of_few], few)
+            random, noise = random[~of_few], noise[~of_few]
+    if len(random):
         token_ids[random] = _draw(logits, best, state, rows, random, noise)
     logprobs = _logprobs(logits, state, rows, token_ids, failed)
     token_ids[failed] = FAILED_TOKEN_ID
@@ -137,6 +142,29 @@ def _draw(
     if threshold is not None:
         weights.masked_fill_(scaled < _on(logits, threshold).unsqueeze(1), 0.0)
     return _inverse_cdf(weights, noise)
+
+
+def _draw_of_few(
+    logits: torch.Tensor,
+    best: FloatArray,
+    state: SamplingRows,
+    rows: IntArray,
+    chosen: IntArray,
+    noise: FloatArray,
+    few: dict[int, IntArray],
+) -> IntArray:
+    """As _draw, where all but a few tokens (rising ids by place) are -inf: these need not be gone through."""
+    if not len(chosen):
+        return chosen
+    ids = [few[place] for place in chosen.tolist()]
+    width = max(map(len, ids))
+    compact = np.full((len(chosen), width), -math.inf, np.float32)
+    array = logits.numpy()
+    for i, place in enumerate(chosen.tolist()):
+        compact[i, : len(ids[i])] = array[place, ids[i]]
+    each = np.arange(len(chosen))
+    places = _draw(torch.from_numpy(compact), best[chosen], state, rows[chosen], each, noise)
+    return np.array([found[place] for found, place in zip(ids, places.tolist(), strict=True)], np.int64)
 
 
 def _inverse_cdf(weights: torch.Tensor, noise: FloatArray) -> IntArray:

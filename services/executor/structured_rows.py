@@ -115,6 +115,8 @@ class _Row:
         self._matcher: LLMatcher | None = None
         self._num_tokens = 0
         self._mask = np.zeros(0, np.uint8)
+        self._view = memoryview(self._mask)
+        self._pointer = 0
         self._ended = False
 
     def wait(self) -> None:
@@ -131,6 +133,8 @@ class _Row:
             return
         self._num_tokens = num_tokens
         self._mask = np.zeros(-(-(num_tokens + 1) // 32) * 4, np.uint8)
+        self._view, self._pointer = memoryview(self._mask), self._mask.ctypes.data
+        self._bits[len(self._mask) :] = 0
         self._end_ids = {i for i in self._end_ids if 0 <= i < num_tokens}
         if outputs and not self._matcher.consume_tokens(outputs):
             self.failure = "the outputs so far do not follow its structured output"
@@ -158,22 +162,20 @@ class _Row:
 
     def _compute_mask(self) -> None:
         assert self._matcher is not None
-        mask, matcher, end = self._mask, self._matcher, self._num_tokens
-        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        matcher, mask, end = self._matcher, self._view, self._num_tokens
+        matcher.unsafe_compute_mask_ptr(self._pointer, len(mask))
         if matcher.is_error():
             self.failure = f"structured: {why(matcher)}"
             return
-        complete = bool(mask[end >> 3] >> (end & 7) & 1)
-        mask[end >> 3] &= ~np.uint8(1 << (end & 7))
+        complete = mask[end >> 3] >> (end & 7) & 1
+        mask[end >> 3] &= 0xFF ^ (1 << (end & 7))
         for i in self._end_ids:
-            if complete:
-                mask[i >> 3] |= np.uint8(1 << (i & 7))
-            else:
-                mask[i >> 3] &= ~np.uint8(1 << (i & 7))
+            mask[i >> 3] &= 0xFF ^ (1 << (i & 7))
+            mask[i >> 3] |= complete << (i & 7)
         width = min(len(self._bits), len(mask))
-        self._bits[:width] = mask[:width]
-        self._bits[width:] = 0
-        if not self._bits.any():
+        self._bits[:width] = self._mask[:width]
+        # Where nothing can go on and the output is not complete, the library has said so.
+        if ((complete and not self._end_ids) or len(mask) > width) and not self._bits.any():
             self.failure = f"structured: {NO_TOKEN}"
 
 

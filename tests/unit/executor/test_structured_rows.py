@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quartet.services.executor import structured_rows
+from quartet.services.executor import allowed_tokens, structured_rows
 from quartet.services.executor.allowed_tokens import keep_allowed
 from quartet.services.executor.sampler import sample
 from quartet.services.executor.sampling_rows import SamplingRows
@@ -235,3 +235,26 @@ def test_bits_are_applied_alike_on_every_kind_of_device() -> None:
         expected[place][torch.from_numpy(bits == 0)] = -torch.inf
     keep_allowed(logits, found)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 3, "top_p": 0.8, "temperature": 0.3}],
+)
+def test_few_tokens_are_drawn_as_from_the_whole_row(monkeypatch: pytest.MonkeyPatch, params: dict[str, float]) -> None:
+    def draws() -> list[int]:
+        state = SamplingRows(4, VOCAB_SIZE)
+        send_vocabulary(state.structured)
+        for i, text in enumerate(["[a-f]", "[a-z]", ".", "(yes|no)"]):
+            sampling = SamplingParams(seed=i, structured=regex(text), **params)  # type: ignore[arg-type]
+            state.add(i, sampling, [END], 0, np.array([1], np.int32), 1, "v")
+        generator = torch.Generator().manual_seed(5)
+        logits = [torch.randn(4, VOCAB_SIZE, generator=generator) * 2 for _ in range(40)]
+        rows = np.array([3, 1, 0, 2])
+        return [t for i, each in enumerate(logits) for t in sample(each, state, rows, np.full(4, i)).token_ids.tolist()]
+
+    few = draws()
+    monkeypatch.setattr(allowed_tokens, "FEW", 4)
+    mixed = draws()
+    monkeypatch.setattr(allowed_tokens, "FEW", -1)
+    assert few == mixed == draws() and len(set(few)) > 10

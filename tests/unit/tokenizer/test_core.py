@@ -416,7 +416,7 @@ def test_attach_brings_the_rest_from_any_point(bench: Bench, have: int) -> None:
     assert attached.attempt == attached.submit.attempt == 7
     assert attached.submit.prompt == TokensPrompt(PROMPT)
     assert attached.submit.sampling.max_tokens == 125
-    assert attached.submit.choices == [ChoicePast(0, ids[:have], len(had.encode()))]
+    assert attached.submit.choices == [ChoicePast(0, ids[:have], len(had.encode()), 0)]
     deltas = [d for m in sent["h"] if isinstance(m, Deltas) for d in m.items]
     if have < 5:
         assert [(d.start, d.token_ids, d.text) for d in deltas] == [(have, ids[have:], "ab\u00e9".removeprefix(had))]
