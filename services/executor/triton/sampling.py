@@ -44,6 +44,9 @@ _EDGE_STEP = tl.constexpr(0.8)
 ADJUST_TILE = 1024
 ADJUST_WARPS = 4
 ROW_TILE = 4096
+# Beside the candidates that a program holds, registers are short: more threads share them.
+LIMITS_TILE = 2048
+LIMITS_WARPS = 16
 EDGE_TILE = 512
 MAX_CANDIDATES = 2048
 NUM_WARPS = 8

@@ -79,8 +79,8 @@ def _specs(aligned: bool) -> Iterator[KernelSpec]:
         "limits",
         sampling.limits_kernel,
         {**found, "masses": "*fp32", "limits": "*fp32"},
-        {"TILE": sampling.ROW_TILE, **sizes},
-        sampling.NUM_WARPS,
+        {"TILE": sampling.LIMITS_TILE, **sizes},
+        sampling.LIMITS_WARPS,
         0,
     )
     for is_random, is_truncated in ((False, False), (True, False), (True, True)):
