@@ -57,7 +57,7 @@ gpu-check:
 # To be carried, with this folder, to a machine without a network.
 gpu-wheels: $(VENV)/bin/python
 	$(BIN)/python -m pip download -q --only-binary :all: --no-deps --python-version 3.12 --platform manylinux_2_28_x86_64 \
-		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d $(WHEELS) pyzmq msgspec structlog
+		--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d $(WHEELS) pyzmq msgspec structlog llguidance numpy
 
 # Nightly: a million mutated frames over every socket; ARGS='--seconds 60' for a look.
 fuzz: $(VENV)/.dev

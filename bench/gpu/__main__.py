@@ -3,7 +3,7 @@
 Exit status 0: all checks passed; 1: one did not; 3: there is no GPU, and nothing was measured.
 
     --toy            on a CPU, under Triton's interpreter, at sizes that mean nothing: to see that it runs
-    --wheels FOLDER  wheels of what this Python lacks (pyzmq, msgspec, structlog); nothing is installed
+    --wheels FOLDER  wheels of what this Python lacks (see `make gpu-wheels`); nothing is installed
     --section NAME   one section in this process, as JSON
 """
 

@@ -34,6 +34,8 @@ class TimedRunner:
         self._on_gpu = device.type == "cuda"
         self.reset = runner.reset
         self.offers = runner.offers
+        self.add_vocabulary = runner.add_vocabulary
+        self.erase_hashes = runner.erase_hashes
         self.decodes: list[tuple[Any, Any]] = []
         self.launch_seconds: list[float] = []
 

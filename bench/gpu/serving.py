@@ -75,9 +75,10 @@ def measure(shape: str, graphs: bool, sizes: Sizes, device: torch.device, is_toy
         raise AssertionError(client.failure)
     if set(client.counts.values()) != {sizes.output_tokens} or len(client.counts) != sizes.num_requests:
         raise AssertionError(f"not all answers are whole: {client.counts}")
-    # From when all decode to when the first ends.
-    times = [at for at, count in client.arrivals if count == sizes.num_requests]
-    rate = sizes.num_requests * (len(times) - 1) / (times[-1] - times[0]) if len(times) > 2 else 0.0
+    # From when all decode to when the first ends; requests that came late may leave no such time.
+    together = [arrival for arrival in client.arrivals if arrival[1] == sizes.num_requests]
+    arrivals = together if len(together) > 2 else client.arrivals
+    rate = sum(count for _, count in arrivals[1:]) / (arrivals[-1][0] - arrivals[0][0])
     return {
         "shape": shape,
         "graphs": graphs,

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 import triton
 
+from quartet.services.executor.allowed_tokens import keep_allowed
 from quartet.services.executor.logprobs import GatheredLogprobs, gather
 from quartet.services.executor.noise import stream_keys
 from quartet.services.executor.sampling_rows import SamplingRows
@@ -110,6 +111,9 @@ class DeviceSampler:
                 TILE=kernels.ADJUST_TILE,
                 num_warps=kernels.ADJUST_WARPS,
             )
+        allowed = state.structured.allowed(req_indices)
+        if allowed is not None:
+            keep_allowed(logits[:, :vocab_size], allowed)
         kernels.row_max_kernel[(num_rows,)](
             logits, stride, best, token_ids, vocab_size, TILE=kernels.ROW_TILE, num_warps=kernels.NUM_WARPS
         )
@@ -156,9 +160,9 @@ class DeviceSampler:
             *found,
             limits,
             vocab_size,
-            TILE=kernels.ROW_TILE,
+            TILE=kernels.LIMITS_TILE,
             MAX_CANDIDATES=kernels.MAX_CANDIDATES,
-            num_warps=kernels.NUM_WARPS,
+            num_warps=kernels.LIMITS_WARPS,
         )
         return limits
 

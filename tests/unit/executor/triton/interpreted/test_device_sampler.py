@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from quartet.services.executor import sampler
+from quartet.services.executor.allowed_tokens import AllowedTokens
 from quartet.services.executor.noise import stream_keys
 from quartet.services.executor.sampling_rows import SamplingRows
 from quartet.services.executor.triton import sampling as kernels
@@ -235,6 +236,14 @@ def test_logprobs_are_those_of_the_cpu() -> None:
         assert sample.logprobs.ranks[i].item() == entry.rank
         num_top = len(entry.top)
         assert sample.logprobs.top_ids[i, :num_top].tolist() == [token_id for token_id, _ in entry.top]
+
+
+def test_rows_that_follow_a_grammar_draw_what_it_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows(50, [SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, logit_bias={9: 100.0})])
+    bits = np.packbits(np.isin(np.arange(50), [3, 30])[None], axis=-1, bitorder="little")
+    monkeypatch.setattr(rows.mirror.structured, "allowed", lambda _: AllowedTokens(np.array([1]), bits))
+    logits = torch.arange(50.0).repeat(2, 1)
+    assert rows.on_device(logits).token_ids.tolist() == [49, 30]
 
 
 def test_a_row_s_successor_starts_anew() -> None:
