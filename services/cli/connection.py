@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from quartet.shared.address import DEFAULT_ADDRESS
 
@@ -27,7 +28,7 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def connection_of(options: argparse.Namespace) -> dict[str, str]:
+def connection_of(options: argparse.Namespace) -> dict[str, Any]:
     """The client's arguments."""
     names = ("address", "tls_ca", "tls_cert", "tls_key")
     return {name: getattr(options, name) for name in names}
