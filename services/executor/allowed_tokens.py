@@ -62,5 +62,5 @@ def _keep(row: npt.NDArray[np.float32], bits: npt.NDArray[np.uint8]) -> npt.NDAr
 def _ids(bits: npt.NDArray[np.uint8], where: npt.NDArray[np.int64], width: int) -> npt.NDArray[np.int64]:
     """The bits that are set, all of them in the bytes `where`; those below `width`."""
     offsets = np.unpackbits(bits[where], bitorder="little").nonzero()[0]
-    ids = (where[offsets >> 3] << 3) + (offsets & 7)
+    ids: npt.NDArray[np.int64] = (where[offsets >> 3] << 3) + (offsets & 7)
     return ids if not len(ids) or ids[-1] < width else ids[ids < width]

@@ -115,7 +115,7 @@ class _Row:
         self._matcher: LLMatcher | None = None
         self._num_tokens = 0
         self._mask = np.zeros(0, np.uint8)
-        self._view = memoryview(self._mask)
+        self._view = self._mask.data
         self._pointer = 0
         self._ended = False
 
@@ -133,7 +133,7 @@ class _Row:
             return
         self._num_tokens = num_tokens
         self._mask = np.zeros(-(-(num_tokens + 1) // 32) * 4, np.uint8)
-        self._view, self._pointer = memoryview(self._mask), self._mask.ctypes.data
+        self._view, self._pointer = self._mask.data, self._mask.ctypes.data
         self._bits[len(self._mask) :] = 0
         self._end_ids = {i for i in self._end_ids if 0 <= i < num_tokens}
         if outputs and not self._matcher.consume_tokens(outputs):

@@ -15,6 +15,7 @@ from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.loaders import load_tokenizer
 from quartet.services.tokenizer.service import TokenizerService
 from quartet.services.tokenizer.settings import TokenizerSettings
+from quartet.services.tokenizer.tool_formats import pick_format
 from quartet.shared.config import SettingsError
 from quartet.shared.log import get_logger
 from quartet.shared.model_files import ModelFiles, resolve_model
@@ -53,7 +54,8 @@ async def run(settings: TokenizerSettings, template_setting: str | None) -> int:
     if stop.is_set():
         return 0
     files, loaded, template = await loading
-    service = TokenizerService(settings, loaded, template, files.fingerprint)
+    tool_format = pick_format(settings.tool_parser, template.source)
+    service = TokenizerService(settings, loaded, template, files.fingerprint, tool_format)
     service.start()
     _log.info("tokenizer started", model=files.name, vocab_size=loaded.vocab_size, fingerprint=loaded.fingerprint[:12])
     await stopped

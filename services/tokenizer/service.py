@@ -16,7 +16,7 @@ from quartet.services.tokenizer.grammar_check import GrammarChecker
 from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.prompt_encoder import PromptEncoder, Refusal
 from quartet.services.tokenizer.settings import TokenizerSettings
-from quartet.services.tokenizer.tool_formats import pick_format
+from quartet.services.tokenizer.tool_formats import ToolFormat
 from quartet.shared.config import version
 from quartet.shared.link import Identity, Peer, Status
 from quartet.shared.liveness import StatusFile, status_path
@@ -55,7 +55,8 @@ T = TypeVar("T")
 
 
 class TokenizerService:
-    """Lives in one event loop. `model_fingerprint`: of the files that the tokenizer was read from; "": unknown."""
+    """Lives in one event loop. `model_fingerprint`: of the files that the tokenizer was read from; "": unknown.
+    Without a `tool_format` requests with tools are refused."""
 
     def __init__(
         self,
@@ -63,8 +64,8 @@ class TokenizerService:
         loaded: LoadedTokenizer,
         template: ChatTemplate,
         model_fingerprint: str = "",
+        tool_format: ToolFormat | None = None,
     ) -> None:
-        tool_format = pick_format(settings.tool_parser, template.source)
         self.core = TokenizerCore(
             loaded,
             time.monotonic,
@@ -118,7 +119,6 @@ class TokenizerService:
             link.start()
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(TICK, self._tick)
-        self._grammar_threads.submit(self._grammars.warm_up)
 
     async def drain(self) -> None:
         """No new requests; returns when the running ones have ended or moved, or after drain_timeout. A gateway
@@ -164,6 +164,8 @@ class TokenizerService:
                     model=model.vocab_size,
                 )
             self.identity.model = model
+            if model.structured_output:
+                self._grammar_threads.submit(self._grammars.warm_up)
             for link in self._gateways:
                 link.announce_model()
         self.core.model_changed(model)

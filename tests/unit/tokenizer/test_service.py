@@ -197,7 +197,7 @@ def test_a_long_prompt_holds_up_neither_streams_nor_short_prompts(
     entered, release = threading.Event(), threading.Event()
     encode = PromptEncoder.encode
 
-    def slow(self: PromptEncoder, prompt: Prompt, max_model_len: int | None) -> list[int]:
+    def slow(self: PromptEncoder, prompt: Prompt, max_model_len: int | None, *more: Any) -> list[int]:
         if isinstance(prompt, TextPrompt) and len(prompt.text) > 100_000:
             entered.set()
             assert release.wait(10)
