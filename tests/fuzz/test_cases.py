@@ -198,6 +198,8 @@ def delta(submit: Submit, **changes: Any) -> Deltas:
         {"start": 2**62},
         {"num_text_bytes": 2**63},
         {"num_text_bytes": -5},
+        {"num_call_bytes": 2**63},
+        {"num_call_bytes": -5},
         {"num_cached_tokens": -1},
         {"finish_reason": FinishReason.STOP, "stop_reason": 2**60},
         {"logprobs": [msgspec.structs.replace(ENTRY, logprob=math.nan)]},
@@ -212,7 +214,7 @@ def test_a_delta_that_cannot_be_has_the_stream_submitted_again(changes: dict[str
     say(arena, delta(submit, **changes))
     arena._route()
     (again,) = arena.evil_submits.values()
-    assert again.attempt > submit.attempt and again.choices == [ChoicePast(0, [], 0)]
+    assert again.attempt > submit.attempt and again.choices == [ChoicePast(0, [], 0, 0)]
     for _ in range(3):
         arena._route()
         (again,) = arena.evil_submits.values()
@@ -252,6 +254,7 @@ def test_prompt_logprobs_cannot_outgrow_the_prompt() -> None:
         {"choices": [ChoicePast(-1)]},
         {"choices": [ChoicePast(0, [-1])]},
         {"choices": [ChoicePast(0, [1], 2**63)]},
+        {"choices": [ChoicePast(0, [1], None, 2**63)]},
         {"sampling": SamplingParams(top_p=math.nan)},
         {"prompt_logprobs_start": -1},
     ],

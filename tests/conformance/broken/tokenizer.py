@@ -101,8 +101,8 @@ def keeps_releases() -> None:
 def loses_the_past() -> None:
     original = Request.new_request
 
-    def new_request(self: Request, eos_token_ids: list[int]) -> Any:
-        message = original(self, eos_token_ids)
+    def new_request(self: Request, *arguments: Any) -> Any:
+        message = original(self, *arguments)
         message.choices = [ChoicePast(past.index) for past in message.choices]
         return message
 
