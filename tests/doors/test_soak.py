@@ -50,5 +50,6 @@ def test_a_hundred_mixed_requests_leave_nothing_behind(line):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_two_thousand_mixed_requests_leave_nothing_behind(line):
     soak(line, 500, 2000)

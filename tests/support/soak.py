@@ -137,7 +137,8 @@ class Soak:
             answer: Any = _joined(reply.events())
         elif body.get("stream"):
             assert b"event: message_stop" in reply.body, reply.body[-300:]
-            answer = b"".join(line for line in reply.body.splitlines() if b"_delta" in line).decode()
+            deltas = [json.loads(line[6:]).get("delta", {}) for line in reply.body.splitlines() if line[:5] == b"data:"]
+            answer = ["".join(delta.get("text", "") for delta in deltas), deltas[-2]["stop_reason"]]
         else:
             answer = _without_ids(reply.json())
         self._same((path, body), answer)
