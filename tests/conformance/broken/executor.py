@@ -114,9 +114,9 @@ def offers_blocks_under_old_names() -> None:
 def hashes_without_the_root() -> None:
     original = BlockHashes.start_row
 
-    def start_row(self: BlockHashes, req_index: int, root: bytes, num_computed: int) -> None:
-        original(self, req_index, root, num_computed)
-        self._chains[req_index] = _Chain(hash_root(), num_computed // self._block_size)
+    def start_row(self: BlockHashes, req_index: int, root: bytes, num_computed: int, records: bool) -> None:
+        original(self, req_index, root, num_computed, records)
+        self._chains[req_index] = _Chain(hash_root(), num_computed // self._block_size, records)
 
     BlockHashes.start_row = start_row  # type: ignore[method-assign]
 
