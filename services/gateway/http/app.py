@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quartet.services.gateway.events import StreamError
 from quartet.services.gateway.http import about, openapi, tokens
 from quartet.services.gateway.http.api import Api
+from quartet.services.gateway.http.auth import find_key, unauthorized
 from quartet.services.gateway.http.chat import chat_completions
 from quartet.services.gateway.http.completions import completions
 from quartet.services.gateway.http.error_forms import error_form, is_anthropic
@@ -27,7 +28,8 @@ from quartet.services.gateway.http.responses_api.endpoint import responses
 from quartet.shared.log import get_logger
 from quartet.shared.sampling_params import InvalidField
 
-LIVENESS = "/health"
+# What needs no key: whether the process lives, and nothing else.
+OPEN_PATHS = ("/health",)
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 _log = get_logger()
@@ -35,26 +37,26 @@ _log = get_logger()
 Run = Callable[[Api, Exchange], Awaitable[None]]
 
 
+ROUTES: tuple[tuple[str, str, Run], ...] = (
+    ("GET", "/v1/models", about.models),
+    ("GET", "/v1/models/{name:path}", about.model),
+    ("POST", "/v1/completions", completions),
+    ("POST", "/v1/chat/completions", chat_completions),
+    ("POST", "/v1/responses", responses),
+    ("POST", "/v1/messages", messages),
+    ("POST", "/v1/messages/count_tokens", count_tokens),
+    ("POST", "/tokenize", tokens.tokenize),
+    ("POST", "/detokenize", tokens.detokenize),
+    ("POST", "/reset_prefix_cache", about.reset_prefix_cache),
+    ("GET", "/health", about.health),
+    ("GET", "/ready", about.ready),
+    ("GET", "/openapi.json", openapi.document),
+    ("GET", "/docs", openapi.page),
+)
+
+
 def make_app(api: Api) -> ASGIApp:
-    routes = [
-        Route(path, Endpoint(api, run), methods=[method])
-        for method, path, run in (
-            ("GET", "/v1/models", about.models),
-            ("GET", "/v1/models/{name:path}", about.model),
-            ("POST", "/v1/completions", completions),
-            ("POST", "/v1/chat/completions", chat_completions),
-            ("POST", "/v1/responses", responses),
-            ("POST", "/v1/messages", messages),
-            ("POST", "/v1/messages/count_tokens", count_tokens),
-            ("POST", "/tokenize", tokens.tokenize),
-            ("POST", "/detokenize", tokens.detokenize),
-            ("POST", "/reset_prefix_cache", about.reset_prefix_cache),
-            ("GET", LIVENESS, about.health),
-            ("GET", "/ready", about.ready),
-            ("GET", "/openapi.json", openapi.document),
-            ("GET", "/docs", openapi.page),
-        )
-    ]
+    routes = [Route(path, Endpoint(api, run), methods=[method]) for method, path, run in ROUTES]
     starlette = Starlette(routes=routes, exception_handlers={HTTPException: _tell, Exception: _tell})
     # An alias of a route would be one more door to guard.
     starlette.router.redirect_slashes = False
@@ -91,14 +93,9 @@ class Front:
             await send(message)
 
         exchange = Exchange(scope, receive, send_with_id)
-        given_keys = [
-            prefix + headers[name].decode("latin-1")
-            for name, prefix in ((b"authorization", ""), (b"x-api-key", "Bearer "))
-            if headers.get(name)
-        ]
-        key = next((found for given in given_keys or [""] if (found := self._keys.find(given)) is not None), None)
-        if key is None and scope["path"] != LIVENESS:
-            await _respond(exchange, _unauthorized(bool(given_keys)))
+        key = find_key(self._keys, scope["method"], headers)
+        if key is None and scope["path"] not in OPEN_PATHS:
+            await _respond(exchange, unauthorized(scope["method"], headers))
             return
         scope["state"]["api_key"] = key
         try:
@@ -143,10 +140,3 @@ async def _tell(request: Request, error: Exception) -> Response:
 
 async def _respond(exchange: Exchange, error: ApiError) -> None:
     await exchange.respond(error.status, exchange.error_form.body(error), error.headers)
-
-
-def _unauthorized(given: bool) -> ApiError:
-    message = (
-        "the API key is not known" if given else "an API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
-    )
-    return ApiError(401, message, code="invalid_api_key", headers=(("www-authenticate", "Bearer"),))

@@ -1,7 +1,9 @@
 """Keys on both protocols: deny by default, but to see whether the server lives."""
 
 import asyncio
+import base64
 import hashlib
+import re
 
 import grpc
 import pytest
@@ -13,6 +15,7 @@ from support.http_fakes import http_gateway
 
 from quartet.services.cli.keys import main as keys_main
 from quartet.services.gateway.api_keys import ApiKeys
+from quartet.services.gateway.http.app import OPEN_PATHS
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.shared.client import AsyncClient
 from quartet.shared.messages import Submit
@@ -23,17 +26,8 @@ KEY, OTHER = "qk-right", "qk-other"
 HASH, OTHER_HASH = (hashlib.sha256(key.encode()).hexdigest() for key in (KEY, OTHER))
 HASHES = [f"alice={HASH}", OTHER_HASH]
 BEARER = {"authorization": f"Bearer {KEY}"}
-ROUTES = [
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/tiny"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("POST", "/reset_prefix_cache"),
-    ("GET", "/ready"),
-    ("GET", "/openapi.json"),
-    ("GET", "/docs"),
+# What no route has, and what looks like the one that needs no key.
+ODD_PATHS = [
     ("GET", "/none"),
     ("GET", "//health"),
     ("GET", "/health/"),
@@ -44,6 +38,20 @@ ROUTES = [
     ("OPTIONS", "/v1/completions"),
     ("HEAD", "/v1/models"),
 ]
+PAGE = {"accept": "text/html,application/xhtml+xml;q=0.9,*/*;q=0.8", "sec-fetch-mode": "navigate"}
+
+
+def basic(password, user="me"):
+    return {"authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+
+
+def routes(gateway):
+    """Every method and path that the application answers, but those that need no key."""
+    for route in gateway.face._app._app.routes:
+        for method in route.methods:
+            path = re.sub(r"{[^}]*}", "tiny", route.path)
+            if path not in OPEN_PATHS:
+                yield method, path
 
 
 @in_loop
@@ -51,14 +59,18 @@ async def test_g11_every_http_route_but_liveness_needs_a_key():
     async with http_gateway(api_key_hashes=HASHES, call_timeout=0.05) as gateway:
         wrong = [{}, {"authorization": ""}, {"authorization": "Bearer no"}, {"authorization": f"Basic {KEY}"}]
         wrong += [{"authorization": KEY}, {"authorization": f"Bearer {HASH}"}, {"authorization": "Bearer "}]
-        for method, path in ROUTES:
+        wrong += [{"x-api-key": "no"}, basic("no"), basic("", KEY), basic(HASH), {"authorization": "Basic \xff="}]
+        found = list(routes(gateway))
+        assert len(found) > 10 and ("POST", "/v1/completions") in found
+        for method, path in [*found, *ODD_PATHS]:
             for headers in wrong:
                 reply = await gateway.call(method, path, headers=headers)
                 assert reply.status == 401, (method, path, headers, reply)
                 assert reply.headers["www-authenticate"] == "Bearer"
                 if method != "HEAD":
-                    assert reply.error["code"] == "invalid_api_key"
-            assert (await gateway.call(method, path, headers=BEARER)).status != 401
+                    assert reply.json()["error"]["type"] == "authentication_error"
+            for right in (BEARER, {"x-api-key": KEY}, basic(KEY)):
+                assert (await gateway.call(method, path, headers=right)).status != 401
         assert gateway.peer.all(Submit) == []
         assert (await gateway.call("GET", "/health")).status == 200
         headers = {"authorization": f"bearer {OTHER}"}
@@ -68,6 +80,38 @@ async def test_g11_every_http_route_but_liveness_needs_a_key():
         assert gateway.peer.last().tenant == "bob"
         await gateway.post("/v1/completions", {"prompt": "x"}, BEARER)
         assert gateway.peer.last().tenant == "alice"
+
+
+@in_loop
+async def test_a_browser_is_asked_for_the_key_where_it_opens_a_page_and_nowhere_else():
+    """The key is the password, whatever the name; with it the page's own requests go through, other sites' do not."""
+    async with http_gateway(api_key_hashes=HASHES) as gateway:
+        reply = await gateway.call("GET", "/docs", headers=PAGE)
+        assert reply.status == 401 and reply.headers["www-authenticate"].startswith("Basic realm=")
+        for method, headers in (("GET", {"accept": "application/json"}), ("GET", {}), ("POST", PAGE)):
+            reply = await gateway.call(method, "/docs", headers=headers)
+            assert reply.status == 401 and reply.headers["www-authenticate"] == "Bearer"
+        for given in (
+            basic(KEY),
+            basic(KEY, user=""),
+            {"authorization": basic(KEY)["authorization"].replace("B", "b")},
+        ):
+            assert (await gateway.call("GET", "/docs", headers=PAGE | given)).status == 200
+        assert (await gateway.call("GET", "/docs", headers=PAGE | basic("no"))).status == 401
+        # A link on another site may open a page; a form or script of another site may do nothing.
+        foreign = basic(KEY) | {"sec-fetch-site": "cross-site"}
+        assert (await gateway.call("GET", "/docs", headers=PAGE | foreign)).status == 200
+        body = {"prompt": "x"}
+        for own in ({"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}, {"origin": "http://test"}, {}):
+            assert (await gateway.post("/v1/completions", body, basic(KEY) | own)).status == 200
+            assert gateway.peer.last().tenant == "alice"
+        count = len(gateway.peer.all(Submit))
+        for other in ({"sec-fetch-site": "same-site"}, {"origin": "https://evil.example"}, {"origin": "null"}, foreign):
+            assert (await gateway.post("/v1/completions", body, basic(KEY) | other)).status == 401
+            assert (await gateway.post("/reset_prefix_cache", None, basic(KEY) | other)).status == 401
+        assert len(gateway.peer.all(Submit)) == count
+        # A bearer is what a program has been given; a browser adds none by itself.
+        assert (await gateway.post("/v1/completions", body, BEARER | {"sec-fetch-site": "cross-site"})).status == 200
 
 
 @in_loop
