@@ -261,7 +261,8 @@ class ChoicePast(Record):
 
 class Submit(Message, tag=16):
     """Gateway -> tokenizer: generate. `choices` names the unfinished choices with their pasts. `tools` are for
-    the template of a ChatPrompt, and for what is looked for in the output, whatever the prompt."""
+    the template of a ChatPrompt, and for what is looked for in the output, whatever the prompt. `trace_context` is a
+    W3C traceparent under which spans are recorded; "" or anything else: none are."""
 
     request_id: int
     attempt: int
@@ -276,6 +277,7 @@ class Submit(Message, tag=16):
     tools: ToolParams | None = None
     read_prefix_cache: bool = True
     write_prefix_cache: bool = True
+    trace_context: str = ""
 
 
 class Attach(Message, tag=17):
@@ -378,6 +380,155 @@ class Decoded(Message, tag=25):
     text: str
 
 
+# --- watching: on both the tokenizer's links, but for what the executor is told ---------------------
+
+
+class RequestState(enum.IntEnum):
+    """Of a choice in the scheduler."""
+
+    WAITING = 1
+    PREEMPTED = 2  # has been running, here or at another scheduler, and goes first
+    RUNNING = 3
+    FINISHED = 4
+    DROPPED = 5  # aborted or failed
+
+
+class RequestEvent(enum.IntEnum):
+    """What happens to a choice. FIRST_TOKEN is the first one since it was admitted."""
+
+    QUEUED = 1
+    ADMITTED = 2
+    FIRST_TOKEN = 3
+    PREEMPTED = 4
+    FINISHED = 5
+    DROPPED = 6
+
+
+class Watch(Message, tag=26):
+    """Rightwards: tell what happens, from a full account on, at most every `interval_ms`; 0: no more. Not answered;
+    what it leads to is WatchEvents, or WatchEnded."""
+
+    interval_ms: int
+
+
+class StepSpan(Record):
+    """A part of an executor's step: microseconds from its start on."""
+
+    phase: str
+    start_us: int
+    duration_us: int
+
+
+class WatchedChunk(Record):
+    """A chunk of a prefill."""
+
+    request_id: int
+    index: int
+    num_tokens: int
+
+
+class WatchedStep(Record):
+    """A step whose result has come, or is `lost`. `scheduled_at` and `returned_at` are the scheduler's wall clock in
+    seconds, `started_at` the executor's; without it (0.0) nothing is known of the executor's part. The numbers of
+    requests are those after scheduling. `chunks` has the first MAX_STEP_CHUNKS prefills."""
+
+    epoch: int
+    step_id: int
+    scheduled_at: float
+    returned_at: float
+    schedule_us: int
+    update_us: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    chunks: list[WatchedChunk]
+    lost: bool = False
+    started_at: float = 0.0
+    spans: list[StepSpan] = []
+
+
+class WatchedRequest(Record):
+    """A choice, new or changed. Its table is its first `table_start` entries as told before, then `table` (u32)."""
+
+    request_id: int
+    index: int
+    state: RequestState
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    table_start: int
+    table: bytes
+    priority: int = 0
+    tenant: str = ""
+    arrived_at: float = 0.0
+
+
+class WatchedEvent(Record):
+    at: float
+    request_id: int
+    index: int
+    what: RequestEvent
+
+
+class WatchedService(Record):
+    """A service, as it or its neighbour sees it."""
+
+    role: Role
+    name: str
+    incarnation: int
+    version: str
+    ready: bool
+    draining: bool
+    stalled: bool
+
+
+class WatchEvents(Message, tag=27):
+    """Leftwards: what has happened since the last one. `seq` rises by one; with 0 nothing told before holds: all
+    blocks are free and nameless, no request is there.
+
+    Columns of changed blocks: `block_ids` u32, `block_refs` u16 (65535: that many or more), `block_hashes` and
+    `block_parents` 8 bytes each, the beginnings of the block's hash and of that of the block before it, `block_hits`
+    u32. Hash 0: it holds no whole known prefix. Parent 0: not known; all ones: it is the first of its prefix.
+    """
+
+    incarnation: int
+    seq: int
+    at: float
+    num_blocks: int
+    block_size: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    num_running: int
+    num_waiting: int
+    num_preempted: int
+    num_steps_total: int
+    num_preemptions_total: int
+    num_prompt_tokens_total: int
+    num_cached_tokens_total: int
+    num_output_tokens_total: int
+    block_ids: bytes
+    block_refs: bytes
+    block_hashes: bytes
+    block_parents: bytes
+    block_hits: bytes
+    steps: list[WatchedStep]
+    num_steps_dropped: int
+    requests: list[WatchedRequest]
+    num_requests_more: int
+    request_events: list[WatchedEvent]
+    services: list[WatchedService]
+
+
+class WatchEnded(Message, tag=28):
+    """Tokenizer -> gateway: there is no scheduler. When one is there again its events follow by themselves."""
+
+
 # --- tokenizer <-> scheduler ----------------------------------------------------------------------
 
 
@@ -402,6 +553,7 @@ class NewRequest(Message, tag=48):
     read_prefix_cache: bool = True
     write_prefix_cache: bool = True
     vocabulary: str = ""
+    trace_context: str = ""
 
 
 class Finish(Message, tag=49):
@@ -489,6 +641,7 @@ class NewRow(Record):
     prompt_logprobs_start: int = -1
     write_prefix_cache: bool = True
     vocabulary: str = ""
+    trace_context: str = ""
 
 
 class StepPlan(Message, tag=82):
@@ -555,12 +708,29 @@ class EraseHashes(Message, tag=86):
     Not answered; outside of any epoch."""
 
 
+class WatchSteps(Message, tag=87):
+    """Scheduler -> executor: whether a StepTimed goes before each result from now on; not after a new Takeover."""
+
+    enabled: bool
+
+
+class StepTimed(Message, tag=88):
+    """Executor -> scheduler: where the time of a step went. `started_at` is its wall clock in seconds."""
+
+    epoch: int
+    step_id: int
+    started_at: float
+    spans: list[StepSpan]
+
+
 AnyMessage = (
     Hello | Refused | Reset | Heartbeat | ModelChanged | GetLoads | Loads | CallFailed | Failed | Abort | Release
     | ResetPrefixCache | PrefixCacheReset
     | Submit | Attach | Attached | Accepted | Deltas | PromptLogprobs | Encode | Encoded | Decode | Decoded
+    | Watch | WatchEvents | WatchEnded
     | NewRequest | Finish | Outputs | Vocabulary
     | Takeover | Granted | StepPlan | StepResult | PlanRefused | StepFailed | EraseHashes
+    | WatchSteps | StepTimed
 )  # fmt: skip
 
 FAILED_TOKEN_ID = 0xFFFFFFFF
