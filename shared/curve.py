@@ -22,6 +22,8 @@ import zmq
 from zmq.utils import z85
 
 SERVER, CLIENT = "server", "client"
+# Whose each file is, and so the folder it lies in where a key set is split.
+_FILES = {"server.key_secret": "binder", "client.key": "binder", "client.key_secret": "dialer", "server.key": "dialer"}
 # Far above any certificate; a wrong path may lead to anything.
 _MAX_FILE_BYTES = 16_384
 _LINE = re.compile(r'^\s*(public|secret)-key\s*=\s*"([0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40})"\s*$', re.MULTILINE)
@@ -74,15 +76,19 @@ def read_dialer_keys(folder: str) -> DialerKeys:
     return DialerKeys(public_key, secret_key, _read_public(Path(folder) / f"{SERVER}.key"))
 
 
-def generate(folder: str) -> list[Path]:
-    """Makes a new key set, readable by its owner only; raises KeysError rather than overwrite one."""
-    target = Path(folder)
+def generate(folder: str, *, split: bool = False) -> list[Path]:
+    """Makes a new key set, readable by its owner only; raises KeysError rather than overwrite one.
+
+    With `split`, in two folders in it: what binders need in binder/, what dialers need in dialer/.
+    """
     written: list[Path] = []
     try:
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        paths = _paths(folder, split)
+        for path in paths.values():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for side in (SERVER, CLIENT):
             public_key, secret_key = zmq.curve_keypair()
-            for path, secret in ((target / f"{side}.key_secret", secret_key), (target / f"{side}.key", b"")):
+            for path, secret in ((paths[f"{side}.key_secret"], secret_key), (paths[f"{side}.key"], b"")):
                 _write(path, public_key, secret)
                 written.append(path)
     except OSError as error:
@@ -90,6 +96,27 @@ def generate(folder: str) -> list[Path]:
             path.unlink(missing_ok=True)
         raise KeysError(f"cannot make keys in {folder}: {error.filename or ''} {error.strerror or error}") from error
     return written
+
+
+def has_keys(folder: str, *, split: bool = False) -> bool:
+    """Whether a whole key set is there; raises KeysError when it is a part of one, or of several."""
+    paths = _paths(folder, split)
+    missing = [path for path in paths.values() if not path.exists()]
+    if len(missing) == len(paths):
+        return False
+    if missing:
+        raise KeysError(
+            f"curve_keys: {folder} has a part of a key set, without {missing[0]}: remove it, or complete it"
+        )
+    binder = read_binder_keys(str(paths["server.key_secret"].parent))
+    dialer = read_dialer_keys(str(paths["client.key_secret"].parent))
+    if dialer.server_key != binder.public_key or z85.decode(dialer.public_key) not in binder.clients:
+        raise KeysError(f"curve_keys: the keys in {folder} are of different key sets")
+    return True
+
+
+def _paths(folder: str, split: bool) -> dict[str, Path]:
+    return {name: Path(folder, side if split else "", name) for name, side in _FILES.items()}
 
 
 def answer_zap(frames: list[bytes], clients: frozenset[bytes]) -> tuple[list[bytes], str | None]:

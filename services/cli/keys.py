@@ -42,13 +42,21 @@ def main(argv: Sequence[str]) -> int:
     generate.add_argument(
         "folder", metavar="DIR", help="is made when it is not there; keys in it are never overwritten"
     )
+    generate.add_argument(
+        "--split",
+        action="store_true",
+        help="in two folders: DIR/binder for gateway and scheduler, DIR/dialer for the rest",
+    )
+    generate.add_argument("--if-missing", action="store_true", help="do nothing when a whole key set is there")
     api = commands.add_parser("api", help="make a key for the gateway's API and print it with its hash")
     api.add_argument("name", nargs="?", default="", metavar="NAME", help="whose it is, for accounting and logs")
     options = parser.parse_args(argv)
     if not hasattr(options, "folder"):
         return _make_api_key(options.name)
     try:
-        written = curve.generate(options.folder)
+        if options.if_missing and curve.has_keys(options.folder, split=options.split):
+            return 0
+        written = curve.generate(options.folder, split=options.split)
     except curve.KeysError as error:
         print(f"quartet keys: {error}", file=sys.stderr)
         return 1
