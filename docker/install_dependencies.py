@@ -1,13 +1,13 @@
-"""Installs what one service needs, without Quartet itself: install_dependencies.py SERVICE [EXTRA_INDEX]"""
+"""Installs what services need, without Quartet itself: install_dependencies.py EXTRA... (extras of pyproject.toml)"""
 
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-service, extra_index = sys.argv[1], "".join(sys.argv[2:])
 project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-command = ["/opt/quartet/bin/pip", "install", "-c", "constraints.txt", "--find-links", "/wheels"]
-command += ["--extra-index-url", extra_index] if extra_index else []
-command += [*project["dependencies"], *project["optional-dependencies"][service]]
+command = [sys.executable, "-m", "pip", "--python", "/opt/quartet/bin/python", "install", "-c", "constraints.txt"]
+command += project["dependencies"]
+for extra in sys.argv[1:]:
+    command += project["optional-dependencies"][extra]
 sys.exit(subprocess.call(command))
