@@ -15,7 +15,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quartet.services.gateway.events import StreamError
-from quartet.services.gateway.http import about, openapi, tokens
+from quartet.services.gateway.http import about, openapi, static, tokens
 from quartet.services.gateway.http.api import Api
 from quartet.services.gateway.http.auth import find_key, unauthorized
 from quartet.services.gateway.http.chat import chat_completions
@@ -52,6 +52,8 @@ ROUTES: tuple[tuple[str, str, Run], ...] = (
     ("GET", "/ready", about.ready),
     ("GET", "/openapi.json", openapi.document),
     ("GET", "/docs", openapi.page),
+    ("GET", "/", static.page),
+    ("GET", "/page/{name}", static.page),
 )
 
 

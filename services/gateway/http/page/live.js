@@ -1,0 +1,1 @@
+export class LiveView { constructor(root) {} show() {} recolour() {} }
