@@ -10,11 +10,13 @@ from quartet.services.scheduler.free_block_queue import FreeBlockQueue, KVCacheB
 class BlockPool:
     """Blocks 1..num_blocks. Block 0 is the null block, which is never handed out.
 
-    At most one block carries a given hash; a second block with the same content stays unnamed.
+    At most one block carries a given hash; a second block with the same content stays unnamed. `changed` is set
+    while somebody wants to know which blocks change, and gets their ids; a reset is not told so.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.changed: set[int] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -54,14 +56,17 @@ class BlockPool:
             del self._cached[block.block_hash]
             block.block_hash = None
         block.ref_cnt = 1
+        if self.changed is not None:
+            self.changed.add(block.block_id)
         return block
 
-    def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def touch(self, blocks: Sequence[KVCacheBlock]) -> None:
         """One more holder for each; free ones leave the free list and keep their content."""
         for block in blocks:
             if block.ref_cnt == 0:
                 self.free_block_queue.remove(block)
             block.ref_cnt += 1
+        self._note(blocks)
 
     def free_blocks(self, block_table: Sequence[KVCacheBlock]) -> None:
         """One holder less for each block of a table, its tail first: a chain's end is evicted before
@@ -73,20 +78,37 @@ class BlockPool:
                     self.free_block_queue.appendleft(block)
                 else:
                     self.free_block_queue.append(block)
+        self._note(block_table)
 
-    def cache_block(self, block: KVCacheBlock, block_hash: bytes) -> None:
+    def cache_block(self, block: KVCacheBlock, block_hash: bytes, parent_hash: bytes | None = None) -> None:
         """Names a full block, unless another holds the same content."""
         if block.block_hash is None and block_hash not in self._cached:
             block.block_hash = block_hash
+            block.parent_hash = parent_hash
             self._cached[block_hash] = block
+            if self.changed is not None:
+                self.changed.add(block.block_id)
+
+    def name_parents(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """They hold a prefix from its beginning on, in order."""
+        parent: bytes | None = b""
+        for block in blocks:
+            block.parent_hash, parent = parent, block.block_hash
+        self._note(blocks)
 
     def forget_hashes(self) -> int:
         """No block is named any more; gives the number of those that were."""
         num_cached = len(self._cached)
+        if self.changed is not None:
+            self.changed.update(block.block_id for block in self._cached.values())
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()
         return num_cached
+
+    def _note(self, blocks: Sequence[KVCacheBlock]) -> None:
+        if self.changed is not None:
+            self.changed.update([block.block_id for block in blocks])
 
     def check_invariants(self, block_tables: Iterable[Sequence[KVCacheBlock]]) -> None:
         """Against the tables of all that hold blocks; raises AssertionError."""

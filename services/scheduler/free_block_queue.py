@@ -6,14 +6,16 @@ from collections.abc import Iterator
 
 
 class KVCacheBlock:
-    """One block of KV memory. It keeps its hash while free, until it is handed out anew."""
+    """One block of KV memory. It keeps its hash while free, until it is handed out anew. `parent_hash` is that of the
+    prefix one block shorter, b"" where there is none, and of use only with a hash; None: not known."""
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+    __slots__ = ("block_hash", "block_id", "next_free", "parent_hash", "prev_free", "ref_cnt")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
         self.block_hash: bytes | None = None
+        self.parent_hash: bytes | None = None
         self.prev_free: KVCacheBlock | None = None
         self.next_free: KVCacheBlock | None = None
 

@@ -49,6 +49,9 @@ class KVCacheManager:
         """Gives the hits to a request that enters the batch."""
         assert not request.blocks
         self.pool.touch(computed_blocks)
+        if computed_blocks and computed_blocks[-1].parent_hash is None:
+            # Blocks that an executor has offered: only their hashes were known.
+            self.pool.name_parents(computed_blocks)
         request.blocks = list(computed_blocks)
         request.num_hashed_blocks = len(computed_blocks)
         request.num_computed_tokens = len(computed_blocks) * self.block_size
@@ -72,7 +75,7 @@ class KVCacheManager:
         num_full = num_tokens // self.block_size
         hashes = request.hashes(num_full, self.block_size)
         for i in range(request.num_hashed_blocks, num_full):
-            self.pool.cache_block(request.blocks[i], hashes[i])
+            self.pool.cache_block(request.blocks[i], hashes[i], hashes[i - 1] if i else b"")
         request.num_hashed_blocks = num_full
         request.hash_edge = (num_full + 1) * self.block_size
 

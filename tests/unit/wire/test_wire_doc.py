@@ -240,7 +240,7 @@ def test_the_example_request_is_what_the_scheduler_does(tmp_path: Path) -> None:
     core = SchedulerCore(SchedulerSettings(run_dir=str(tmp_path)), 0x1122334455667788, lambda: 0.0)
     core.owner_up("tokenizer")
     said = [message for _, message in core.executor_up(ModelInfo("tiny", "f", 64, 32, 8, 4, 4, 16, "float32", "cpu"))]
-    for frame in frames(DOC[DOC.index("## 9. A request on the line") :]):
+    for frame in frames(DOC[DOC.index("## 9. A request on the line") : DOC.index("## 10. Watching")]):
         message = messages.decode(frame.payload)
         match message:
             case Granted():
