@@ -72,6 +72,12 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Literal["auto", "console", "json"], msgspec.Meta(description="auto: console on a terminal, json elsewhere")
     ] = "auto"
     name: Annotated[str, msgspec.Meta(description="this process's name in logs and to its neighbours")] = ""
+    otlp_endpoint: Annotated[
+        str,
+        msgspec.Meta(
+            description="where OpenTelemetry spans are posted, as http://host:4318; empty: OTEL_EXPORTER_OTLP_ENDPOINT"
+        ),
+    ] = ""
 
 
 class SettingsError(ValueError):

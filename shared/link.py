@@ -40,6 +40,8 @@ SILENT_BEATS = 3
 STALL_AFTER = 30.0
 GREETING_RETRY = 0.02
 REFUSED_RETRY = 5.0
+# How many of them are known again when they open another session.
+MAX_INCARNATIONS = 4096
 
 _log = get_logger()
 
@@ -131,6 +133,24 @@ class Wire(Protocol):
         """Give up the present connection, where there is one, and dial anew."""
 
 
+class LinkTotals:
+    """Counters that only rise, for metrics."""
+
+    def __init__(self) -> None:
+        self.sessions = 0
+        self.losses = 0
+        self.incarnations = 0
+        self._seen: set[int] = set()
+
+    def opened(self, incarnation: int) -> None:
+        self.sessions += 1
+        if incarnation not in self._seen:
+            self.incarnations += 1
+            if len(self._seen) >= MAX_INCARNATIONS:
+                self._seen.clear()
+            self._seen.add(incarnation)
+
+
 class Link:
     """What binder and dialer have in common. `clock` gives seconds, monotonic."""
 
@@ -148,6 +168,7 @@ class Link:
         self.identity = identity
         self.peers: dict[bytes, Peer] = {}
         self.frames_dropped = 0
+        self.totals = LinkTotals()
         self._handler = handler
         self._status = status
         self._wire = wire
@@ -221,11 +242,13 @@ class Link:
         peer.alive = False
         if self.peers.get(peer.route) is peer:
             del self.peers[peer.route]
+            self.totals.losses += 1
             _log.info("peer down", peer=repr(peer), reason=reason)
             self._handler.on_down(peer, reason)
 
     def _up(self, peer: Peer) -> None:
         self.peers[peer.route] = peer
+        self.totals.opened(peer.incarnation)
         _log.info("peer up", peer=repr(peer))
         status = self._status()
         self.send(peer, Heartbeat(status.progress, status.outstanding, status.ready, status.draining))

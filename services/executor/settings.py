@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from quartet.shared.address import DEFAULT_EXECUTOR_METRICS, check_metrics_address
 from quartet.shared.config import CommonSettings
 from quartet.shared.transport import ipc_address
 
@@ -68,8 +69,13 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True):
     scheduler_link: Annotated[
         str, Meta(description="address of the scheduler to dial; empty: the socket in run_dir")
     ] = ""
+    metrics_address: Annotated[
+        str,
+        Meta(description="host:port of its Prometheus metrics; one of the next nine ports where it is taken; empty: none"),
+    ] = DEFAULT_EXECUTOR_METRICS
 
     def __post_init__(self) -> None:
+        check_metrics_address(self.metrics_address)
         if self.num_blocks and self.kv_cache_bytes:
             raise ValueError("num_blocks and kv_cache_bytes both size the KV pool: give one of them")
         if self.quantization in ("int8", "int4") and self.dtype in ("float32", "float16"):

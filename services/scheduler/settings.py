@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from quartet.shared.address import DEFAULT_SCHEDULER_METRICS, check_metrics_address
 from quartet.shared.config import CommonSettings
 from quartet.shared.transport import ipc_address
 
@@ -55,6 +56,13 @@ class SchedulerSettings(CommonSettings, frozen=True, kw_only=True):
     drain_timeout: Annotated[
         float, msgspec.Meta(description="seconds that running requests have to end after SIGTERM", ge=0)
     ] = 30.0
+    metrics_address: Annotated[
+        str,
+        msgspec.Meta(description="host:port of its Prometheus metrics; one of the next nine ports where it is taken; empty: none"),
+    ] = DEFAULT_SCHEDULER_METRICS
+
+    def __post_init__(self) -> None:
+        check_metrics_address(self.metrics_address)
 
     @property
     def tokenizer_address(self) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from quartet.shared.address import DEFAULT_TOKENIZER_METRICS, check_metrics_address
 from quartet.shared.config import CommonSettings
 from quartet.shared.transport import ipc_address
 
@@ -40,6 +41,13 @@ class TokenizerSettings(CommonSettings, frozen=True, kw_only=True):
         float, Meta(description="seconds that running streams are given to end on SIGTERM", ge=0)
     ] = 30.0
     encode_threads: Annotated[int, Meta(description="threads that encode prompts", ge=1, le=256)] = 2
+    metrics_address: Annotated[
+        str,
+        Meta(description="host:port of its Prometheus metrics; one of the next nine ports where it is taken; empty: none"),
+    ] = DEFAULT_TOKENIZER_METRICS
+
+    def __post_init__(self) -> None:
+        check_metrics_address(self.metrics_address)
 
     @property
     def gateway_addresses(self) -> list[str]:
