@@ -34,6 +34,12 @@ class ApiKeys:
         self._everybody = ApiKey()
         self._max_open = max_open
 
+    def replace(self, entries: Iterable[str]) -> None:
+        """What a key that stays has running is still counted. Raises ValueError, and changes nothing then."""
+        former = {(key.name, key.digest): key for key in self._keys}
+        new = [_parse(entry) for entry in entries]
+        self._keys = [former.get((key.name, key.digest), key) for key in new]
+
     @property
     def required(self) -> bool:
         return bool(self._keys)

@@ -10,8 +10,9 @@ class BindError(OSError):
     """The address cannot be served."""
 
 
-def tcp_sockets(setting: str, address: str) -> list[socket.socket]:
-    """Listening sockets on all that the host's name stands for. Raises BindError."""
+def tcp_sockets(setting: str, address: str, send_timeout: float = 0.0) -> list[socket.socket]:
+    """Listening sockets on all that the host's name stands for, whose connections end when the other side has taken
+    nothing of what is there for it for `send_timeout` seconds (0: the system's own). Raises BindError."""
     host, _, port = address.rpartition(":")
     sockets: list[socket.socket] = []
     with contextlib.ExitStack() as undo:
@@ -20,6 +21,8 @@ def tcp_sockets(setting: str, address: str) -> list[socket.socket]:
             for family, kind, protocol, _, target in found:
                 listener = undo.enter_context(socket.socket(family, kind, protocol))
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if send_timeout and hasattr(socket, "TCP_USER_TIMEOUT"):
+                    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout * 1000))
                 if family == socket.AF_INET6:
                     listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 if sockets and port == "0":

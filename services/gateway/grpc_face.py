@@ -17,9 +17,9 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from quartet.services.gateway import convert
-from quartet.services.gateway.api_keys import ApiKeys
 from quartet.services.gateway.ask import ask
 from quartet.services.gateway.bind import BindError
+from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.events import StreamError
 from quartet.services.gateway.grpc_auth import ApiKeyInterceptor
 from quartet.services.gateway.settings import GatewaySettings
@@ -225,11 +225,11 @@ class GrpcFace:
     """The gRPC server with health and reflection. `start` binds before anything else is done."""
 
     def __init__(
-        self, table: StreamTable, settings: GatewaySettings, version: str, keys: ApiKeys | None = None
+        self, table: StreamTable, settings: GatewaySettings, version: str, credentials: Credentials | None = None
     ) -> None:
         self._table = table
         self._settings = settings
-        self._keys = settings.read_api_keys() if keys is None else keys
+        self._credentials = credentials or Credentials(settings)
         self._servicer = InferenceServicer(table, settings, version)
         self._health = health_aio.HealthServicer()
         self._ready: bool | None = None
@@ -241,7 +241,7 @@ class GrpcFace:
         address = self._settings.grpc_address
         _refuse_live_socket(address)
         server = grpc.aio.server(
-            interceptors=[ApiKeyInterceptor(self._keys), _ErrorLog()],
+            interceptors=[ApiKeyInterceptor(self._credentials.keys), _ErrorLog()],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", self._settings.max_receive_message_bytes),
@@ -249,6 +249,7 @@ class GrpcFace:
                 # A client that vanished without closing its connection is found by these pings.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.server_handshake_timeout_ms", int(self._settings.tls_handshake_timeout * 1000)),
                 ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
             ],
         )
@@ -262,11 +263,9 @@ class GrpcFace:
         self._server = server
 
     def _add_port(self, server: grpc.aio.Server, address: str) -> int:
-        tls = self._settings.read_tls()
-        if tls is None:
+        credentials = self._credentials.grpc_credentials()
+        if credentials is None:
             return int(server.add_insecure_port(address))
-        client_ca = tls.client_ca or None
-        credentials = grpc.ssl_server_credentials([(tls.key, tls.cert)], client_ca, require_client_auth=bool(client_ca))
         return int(server.add_secure_port(address, credentials))
 
     async def start(self) -> None:

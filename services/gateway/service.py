@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import signal
 import socket
 
 from quartet.services.gateway.bind import BindError
+from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.grpc_face import GrpcFace
 from quartet.services.gateway.http.face import HttpFace
 from quartet.services.gateway.settings import GatewaySettings
@@ -19,6 +22,7 @@ from quartet.shared.signals import stop_on_signals
 from quartet.shared.transport import Binder, Identity, Status, ipc_address
 
 TICK = 0.2
+FILES_TICK = 2.0
 STOP_GRACE = 1.0
 
 _log = get_logger()
@@ -39,9 +43,9 @@ class Gateway:
                 recovery_deadline=settings.recovery_deadline,
             )
         )
-        keys = settings.read_api_keys()
-        self.face = GrpcFace(self.table, settings, version(), keys)
-        self.http = HttpFace(self.table, settings, keys)
+        self.credentials = Credentials(settings)
+        self.face = GrpcFace(self.table, settings, version(), self.credentials)
+        self.http = HttpFace(self.table, settings, self.credentials)
         identity = Identity(Role.GATEWAY, settings.name or f"gateway-{socket.gethostname()}", version=version())
         address = settings.tokenizer_link or ipc_address(settings.run_dir, "gateway")
         self._status_file = StatusFile(status_path(settings.run_dir, "gateway"))
@@ -72,7 +76,7 @@ class Gateway:
                 tokenizer_link=self.link.address,
             )
             async with asyncio.TaskGroup() as tasks:
-                loops = [tasks.create_task(self._tick()), tasks.create_task(self._follow_health())]
+                loops = [tasks.create_task(run()) for run in (self._tick, self._follow_health, self._follow_files)]
                 await stop.wait()
                 await self._drain()
                 for loop in loops:
@@ -116,6 +120,11 @@ class Gateway:
             self._health_changed.clear()
             await self.face.update_health()
 
+    async def _follow_files(self) -> None:
+        while self.credentials.files:
+            await asyncio.sleep(FILES_TICK)
+            self.credentials.reload_if_changed()
+
     async def _drain(self) -> None:
         self.table.draining = True
         self._health_changed.set()
@@ -130,8 +139,12 @@ class Gateway:
 async def serve(settings: GatewaySettings) -> int:
     """Runs the gateway until SIGTERM or SIGINT; returns the exit code. A second signal ends it at once."""
     stop = stop_on_signals()
+    _allow_files(2 * settings.max_connections + 1024)
+    gateway = Gateway(settings)
+    if gateway.credentials.files:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.credentials.reload)
     try:
-        await Gateway(settings).run(stop)
+        await gateway.run(stop)
     except BindError as error:
         _log.error(str(error))
         return 1
@@ -139,3 +152,11 @@ async def serve(settings: GatewaySettings) -> int:
         _log.error(f"tokenizer_link: {error}")
         return 1
     return 0
+
+
+def _allow_files(wanted: int) -> None:
+    """Each connection is an open file, of which a process may have 1,024 by default."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -8,7 +8,7 @@ from msgspec import Meta
 
 from quartet.services.gateway.api_keys import ApiKeys, read_key_file
 from quartet.services.gateway.tls import Tls, read_tls
-from quartet.shared.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS
+from quartet.shared.address import DEFAULT_ADDRESS, DEFAULT_HTTP_ADDRESS, check_metrics_address
 from quartet.shared.config import CommonSettings
 from quartet.shared.sampling_params import RequestLimits
 
@@ -22,6 +22,13 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
     http_address: Annotated[
         str, Meta(description="where OpenAI's clients connect: host:port or [v6 address]:port; empty: nowhere")
     ] = DEFAULT_HTTP_ADDRESS
+    metrics_address: Annotated[
+        str,
+        Meta(
+            description="host:port where Prometheus may scrape without an API key, beside /metrics on http_address; "
+            "one of the next nine ports where it is taken; empty: nowhere"
+        ),
+    ] = ""
     tls_cert: Annotated[
         str, Meta(description="PEM file of this server's certificate chain, for gRPC and HTTP; empty: without TLS")
     ] = ""
@@ -40,6 +47,9 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
     max_body_bytes: Annotated[
         int, Meta(description="the largest body of an HTTP request, in bytes", ge=1024, le=32 * _MIB)
     ] = 8 * _MIB
+    tls_handshake_timeout: Annotated[
+        float, Meta(description="seconds that a TLS handshake may take, on either protocol", gt=0)
+    ] = 10.0
     header_timeout: Annotated[
         float, Meta(description="seconds that an HTTP request's head may take to arrive", gt=0)
     ] = 10.0
@@ -49,6 +59,15 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
     keep_alive_timeout: Annotated[
         float, Meta(description="seconds that an HTTP connection may be idle between requests", gt=0)
     ] = 75.0
+    send_timeout: Annotated[
+        float, Meta(description="seconds that an HTTP client may take nothing of what waits for it to be read", gt=0)
+    ] = 60.0
+    sse_keep_alive_interval: Annotated[
+        float, Meta(description="seconds of silence after which a stream over HTTP says that it lives; 0: never", ge=0)
+    ] = 15.0
+    max_connections: Annotated[
+        int, Meta(description="the most HTTP connections; for a further one the longest idle is closed", ge=1)
+    ] = 4096
     max_prompts_per_request: Annotated[int, Meta(description="the most prompts of a completion request", ge=1)] = 128
     max_messages: Annotated[int, Meta(description="the most messages of a chat over HTTP", ge=1)] = 4096
     served_model_names: Annotated[
@@ -111,6 +130,7 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
             _check_address("--grpc-address", self.grpc_address, " or unix:path")
         if self.http_address:
             _check_address("--http-address", self.http_address)
+        check_metrics_address(self.metrics_address)
         self.read_api_keys()
         if self.read_tls() is not None and self.grpc_address.startswith("unix:"):
             raise ValueError(
@@ -128,6 +148,10 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
 
     def read_api_keys(self) -> ApiKeys:
         """Raises ValueError."""
+        return ApiKeys(self.read_key_entries(), self.max_requests_per_key)
+
+    def read_key_entries(self) -> list[str]:
+        """Of the setting and of the file. Raises ValueError."""
         entries = list(self.api_key_hashes)
         if self.api_key_file:
             try:
@@ -137,9 +161,10 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
             if not entries:
                 raise ValueError(f"--api-key-file: there is no key in {self.api_key_file}, so nobody could come in")
         try:
-            return ApiKeys(entries, self.max_requests_per_key)
+            ApiKeys(entries)
         except ValueError as error:
             raise ValueError(f"--api-key-hashes: {error}") from None
+        return entries
 
 
 def _check_address(flag: str, address: str, more: str = "") -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Tls(NamedTuple):
@@ -14,6 +14,21 @@ class Tls(NamedTuple):
     key: bytes
     client_ca: bytes
     context: ssl.SSLContext
+
+
+class LatestContext(ssl.SSLContext):
+    """Stands for `latest` in a server, whose context cannot be replaced: each handshake is under the one that is there
+    when it begins."""
+
+    latest: ssl.SSLContext
+
+    def __new__(cls, latest: ssl.SSLContext) -> LatestContext:
+        context = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+        context.latest = latest
+        return context
+
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        return self.latest.wrap_bio(*args, **options)
 
 
 def read_tls(cert_path: str, key_path: str, client_ca_path: str) -> Tls | None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from support.gateway_fakes import AnsweringPeer
 from support.http import Reply, parse_reply, request_bytes
 
+from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.http.face import HttpFace
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.services.gateway.stream_table import StreamTable, TableLimits
@@ -52,7 +53,7 @@ async def http_gateway(
     limits = {name: settings[name] for name in TableLimits._fields if name in settings}
     table = StreamTable(TableLimits(**limits))
     options = GatewaySettings(http_address="127.0.0.1:0", **settings)
-    face = HttpFace(table, options, options.read_api_keys())
+    face = HttpFace(table, options, Credentials(options))
     face.bind()
     await face.start()
     peer = peer_type(table, words)

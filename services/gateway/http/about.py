@@ -6,6 +6,7 @@ import msgspec
 
 from quartet.services.gateway.http.api import Api
 from quartet.services.gateway.http.exchange import Exchange
+from quartet.services.gateway.http.messages_api import models as models_api
 from quartet.services.gateway.http.responses import CacheReset, Health, Model, ModelList, Readiness
 from quartet.services.gateway.stream_table import StreamTable
 from quartet.shared.messages import PrefixCacheReset, ResetPrefixCache
@@ -14,13 +15,15 @@ RETRY_AFTER = (("retry-after", "1"),)
 
 
 async def models(api: Api, exchange: Exchange) -> None:
-    await exchange.respond(200, msgspec.json.encode(ModelList(_models(api))))
+    found = _models(api)
+    body = models_api.list_body(found) if exchange.anthropic else msgspec.json.encode(ModelList(found))
+    await exchange.respond(200, body)
 
 
 async def model(api: Api, exchange: Exchange) -> None:
     name, _ = api.model(exchange.scope["path_params"]["name"])
     (found,) = (entry for entry in _models(api) if entry.id == name)
-    await exchange.respond(200, msgspec.json.encode(found))
+    await exchange.respond(200, models_api.model_body(found) if exchange.anthropic else msgspec.json.encode(found))
 
 
 async def health(api: Api, exchange: Exchange) -> None:

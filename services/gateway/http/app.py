@@ -86,7 +86,7 @@ class Front:
         given = headers.get(b"x-request-id", b"")
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
 
-        anthropic = is_anthropic(scope["path"])
+        anthropic = is_anthropic(scope["path"], b"anthropic-version" in headers)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -114,7 +114,7 @@ class Endpoint:
         self._run = run
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send, self._api.settings.sse_keep_alive_interval)
         try:
             await self._run(self._api, exchange)
         except ClientLeft:
@@ -136,7 +136,8 @@ async def _tell(request: Request, error: Exception) -> Response:
         answer = ApiError(error.status_code, message, headers=tuple((error.headers or {}).items()))
     else:
         answer = api_error(error)
-    body = error_form(request.url.path).body(answer)
+    anthropic = is_anthropic(request.url.path, "anthropic-version" in request.headers)
+    body = error_form(anthropic).body(answer)
     return Response(body, answer.status, dict(answer.headers), "application/json")
 
 

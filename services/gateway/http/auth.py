@@ -16,8 +16,8 @@ _FOREIGN = (b"cross-site", b"same-site")
 
 def find_key(keys: ApiKeys, method: str, headers: Mapping[bytes, bytes]) -> ApiKey | None:
     """The key of `Authorization: Bearer KEY`, `x-api-key: KEY` or `Authorization: Basic` with it as the password."""
-    given = _given(method, headers)
-    return next((found for key in given or [None] if (found := keys.find(key)) is not None), None)
+    given = _given(method, headers) or [""]
+    return next((found for key in given if (found := keys.find(key)) is not None), None)
 
 
 def unauthorized(method: str, headers: Mapping[bytes, bytes]) -> ApiError:

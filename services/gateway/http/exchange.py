@@ -12,7 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from quartet.services.gateway.api_keys import ApiKey
-from quartet.services.gateway.http.error_forms import error_form
+from quartet.services.gateway.http.error_forms import error_form, is_anthropic
 from quartet.services.gateway.http.errors import ApiError, ClientLeft, invalid
 
 JSON = b"application/json"
@@ -28,15 +28,22 @@ T = TypeVar("T")
 
 class Exchange:
     """`started`: the response's head has been sent, so an error can no longer be a status. `fields`: what this
-    endpoint calls fields that the services behind call otherwise. `error_form`: how its errors are written."""
+    endpoint calls fields that the services behind call otherwise. `anthropic`: whose API is spoken, Anthropic's or
+    OpenAI's; `error_form`: how that tells errors. `keep_alive_interval`: seconds of silence after which a stream says
+    that it lives; 0: never."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, keep_alive_interval: float = 0.0) -> None:
         self.scope = scope
         self._receive = receive
         self._send = send
         self.started = False
         self.fields: dict[str, str] = {}
-        self.error_form = error_form(scope["path"])
+        self.anthropic = is_anthropic(scope["path"], self.header(b"anthropic-version") is not None)
+        self.error_form = error_form(self.anthropic)
+        self._keep_alive_interval = keep_alive_interval
+        self._keep_alive_timer: asyncio.TimerHandle | None = None
+        self._keep_alive_writing: asyncio.Task[None] | None = None
+        self._silent = False
 
     @property
     def key(self) -> ApiKey:
@@ -79,8 +86,12 @@ class Exchange:
             (b"x-accel-buffering", b"no"),
         ]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._await_silence()
 
     async def write(self, data: bytes, more: bool = True) -> None:
+        self._silent = False
+        if not more:
+            self._end_keep_alive()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     @contextlib.asynccontextmanager
@@ -107,6 +118,27 @@ class Exchange:
             raise
         finally:
             watcher.cancel()
+            self._end_keep_alive()
+
+    def _await_silence(self) -> None:
+        if self._keep_alive_interval:
+            self._silent = True
+            loop = asyncio.get_running_loop()
+            self._keep_alive_timer = loop.call_later(self._keep_alive_interval, self._keep_alive)
+
+    def _keep_alive(self) -> None:
+        """A proxy cuts connections on which nothing comes for long, such as while a service is away. What is said
+        waits, once, where the client does not read."""
+        if self._silent and (self._keep_alive_writing is None or self._keep_alive_writing.done()):
+            message = {"type": "http.response.body", "body": self.error_form.keep_alive, "more_body": True}
+            self._keep_alive_writing = asyncio.ensure_future(self._send(message))
+        self._await_silence()
+
+    def _end_keep_alive(self) -> None:
+        if self._keep_alive_timer is not None:
+            self._keep_alive_timer.cancel()
+        if self._keep_alive_writing is not None:
+            self._keep_alive_writing.cancel()
 
     async def _read(self, max_bytes: int) -> bytes:
         announced = self.header(b"content-length")

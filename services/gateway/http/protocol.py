@@ -8,9 +8,11 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from quartet.services.gateway.http.connections import Connections
 from quartet.services.gateway.http.errors import ApiError
 
 MAX_HEADER_BYTES = 64 << 10
+_LATER = (("retry-after", "1"),)
 _UPGRADE = re.compile(rb"(\r\n)upgrade([ \t]*:)", re.IGNORECASE)
 
 
@@ -20,6 +22,7 @@ class Connection(HttpToolsProtocol):
     that answer. So reading never stops, and a client that leaves is noticed at once."""
 
     header_timeout = 10.0
+    all_connections: Connections
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -30,10 +33,16 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        if self.all_connections.add(self):
+            self._await_head()
+        else:
+            self._refuse(
+                ApiError(503, "there are too many connections (the gateway's max_connections)", headers=_LATER)
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_arrived()
+        self.all_connections.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -55,6 +64,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
             self._deaf = True
             return
+        self.all_connections.busy(self)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -65,6 +75,10 @@ class Connection(HttpToolsProtocol):
         if not self._deaf:
             super().on_message_complete()
         self._in_head, self._head_bytes = True, 0
+
+    def on_response_complete(self) -> None:
+        self.all_connections.idle(self)
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, "this is no HTTP/1.1 request"))
@@ -86,8 +100,9 @@ class Connection(HttpToolsProtocol):
         """Ends the connection; while a response is being written there is no place for another one."""
         if self.cycle is None or self.cycle.response_complete:
             body = error.body()
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[error.status] + head + body)
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
+            head += b"".join(b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers)
+            self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
         self.transport.close()
 
 
@@ -101,5 +116,5 @@ def _without_upgrade(data: bytes) -> bytes:
     return _UPGRADE.sub(rb"\1x-upgrade\2", head) + data[len(head) :]
 
 
-def connection_type(header_timeout: float) -> type[Connection]:
-    return type("Connection", (Connection,), {"header_timeout": header_timeout})
+def connection_type(header_timeout: float, connections: Connections) -> type[Connection]:
+    return type("Connection", (Connection,), {"header_timeout": header_timeout, "all_connections": connections})

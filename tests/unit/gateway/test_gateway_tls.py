@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import ssl
+from pathlib import Path
 
 import grpc
 import pytest
 import trustme
+import uvloop
 from support.gateway_fakes import gateway, in_loop
 from support.http import parse_reply, request_bytes
 from support.http_fakes import http_gateway
@@ -150,6 +152,82 @@ async def test_the_command_line_uses_tls(files, capsys, monkeypatch):
             monkeypatch.setenv(f"QUARTET_{name.upper()}", value)
         assert await asyncio.to_thread(health, ["--address", address]) == 0
         assert await asyncio.to_thread(health, ["--address", f"http://{address}"]) == 1
+
+
+# --- files that change, and who never finishes a handshake -----------------------------------------
+
+
+def put(files, folder, owner, authority=None):
+    """The server's files as `owner` has them, in `folder`; returns their settings."""
+    for name in ("cert", "key"):
+        (folder / name).write_bytes(Path(files[f"{owner}_{name}"]).read_bytes())
+    settings = {"tls_cert": str(folder / "cert"), "tls_key": str(folder / "key")}
+    if authority:
+        (folder / "ca").write_bytes(Path(files[f"{authority}_ca"]).read_bytes())
+        settings["tls_client_ca"] = str(folder / "ca")
+    return settings
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_a_new_certificate_is_shown_and_new_authorities_count_without_a_restart(files, tmp_path, runner):
+    async def test():
+        settings = put(files, tmp_path, "server", "client")
+        async with gateway(**settings) as (address, table, _), http_gateway(**settings) as served:
+            credentials = [table.face._credentials, served.face._credentials]
+
+            async def works(ca, owner):
+                async with asyncio.timeout(20):
+                    text = await ask_grpc(f"grpcs://{address}", **client_settings(files, owner, ca))
+                    reply = await over_https(served.address, context_of(files, owner, ca))
+                return text == "abc" and reply is not None and reply.status == 200
+
+            async def refused(ca, owner):
+                with pytest.raises(grpc.RpcError):
+                    await ask_grpc(f"grpcs://{address}", **client_settings(files, owner, ca))
+                try:
+                    return await over_https(served.address, context_of(files, owner, ca)) is None
+                except OSError:
+                    return True
+
+            assert await works("server", "client")
+            # An open connection goes on under what it began with.
+            async with AsyncClient(f"grpcs://{address}", **client_settings(files, "client", "server")) as open_client:
+                assert await open_client.generate("hi", timeout=10).text() == "abc"
+                put(files, tmp_path, "stranger", "server")
+                for each in credentials:
+                    each.reload_if_changed()
+                assert await open_client.generate("hi", timeout=10).text() == "abc"
+            assert await works("stranger", "server")
+            assert await refused("stranger", "client") and await refused("server", "server")
+            # A certificate without its key, garbage or no file at all: the former stays.
+            (tmp_path / "cert").write_bytes(Path(files["client_cert"]).read_bytes())
+            for each in credentials:
+                each.reload_if_changed()
+            assert await works("stranger", "server")
+            (tmp_path / "cert").unlink()
+            for each in credentials:
+                each.reload_if_changed()
+            assert await works("stranger", "server")
+            (tmp_path / "key").write_bytes(Path(files["client_key"]).read_bytes())
+            (tmp_path / "cert").write_bytes(Path(files["client_cert"]).read_bytes())
+            for each in credentials:
+                each.reload_if_changed()
+            assert await works("client", "server")
+
+    runner(test())
+
+
+@in_loop
+async def test_who_does_not_finish_a_handshake_is_not_waited_for(files):
+    settings = {**server_settings(files), "tls_handshake_timeout": 0.3}
+    async with gateway(**settings) as (address, *_), http_gateway(**settings) as served:
+        for target in (address, served.address):
+            host, _, port = target.rpartition(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+            writer.close()
+        assert (await over_https(served.address, context_of(files))).status == 200
 
 
 # --- settings -------------------------------------------------------------------------------------

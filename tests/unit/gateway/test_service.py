@@ -1,5 +1,6 @@
 """The gateway as a process: addresses, signals, exit codes."""
 
+import hashlib
 import json
 import os
 import signal
@@ -123,6 +124,28 @@ def wait_for_draining(client):
     while not client.server_info().draining:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_sighup_reads_the_keys_again(running, tmp_path, address):
+    keys = [hashlib.sha256(name).hexdigest() for name in (b"first", b"second")]
+    path = tmp_path / "keys"
+    path.write_text(keys[0])
+    process, _ = running("--api-key-file", str(path))
+    with Client(address, api_key="first") as first, Client(address, api_key="second") as second:
+        first.wait_ready(20)
+        with pytest.raises(InferenceError, match="API key"):
+            second.server_info()
+        path.write_text(keys[1])
+        process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                second.server_info()
+                break
+            except InferenceError:
+                assert time.monotonic() < deadline
+        with pytest.raises(InferenceError, match="API key"):
+            first.server_info()
 
 
 def test_streams_that_do_not_end_are_ended(running, address):

@@ -17,7 +17,7 @@ from quartet.services.cli.keys import main as keys_main
 from quartet.services.gateway.api_keys import ApiKeys
 from quartet.services.gateway.http.app import OPEN_PATHS
 from quartet.services.gateway.settings import GatewaySettings
-from quartet.shared.client import AsyncClient
+from quartet.shared.client import AsyncClient, InferenceError
 from quartet.shared.messages import Submit
 from quartet.shared.pb import inference_pb2 as pb
 from quartet.shared.pb import inference_pb2_grpc as pb_grpc
@@ -208,6 +208,46 @@ def test_keys_come_from_settings_and_files(tmp_path):
         GatewaySettings(api_key_file=str(path))
     with pytest.raises(ValueError, match="cannot read"):
         GatewaySettings(api_key_file=str(tmp_path / "none"))
+
+
+@in_loop
+async def test_keys_are_read_again_and_what_runs_is_still_counted(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"alice={HASH}\n")
+    settings = {"api_key_file": str(path), "max_requests_per_key": 1}
+    async with http_gateway(**settings) as gateway, grpc_gateway(**settings) as (address, table, _):
+        credentials = (gateway.face._credentials, table.face._credentials)
+        body, other = {"prompt": "x"}, {"authorization": f"Bearer {OTHER}"}
+
+        def reload():
+            for each in credentials:
+                each.reload_if_changed()
+
+        gateway.peer.silent = True
+        running = asyncio.create_task(gateway.post("/v1/completions", body, BEARER))
+        await until(lambda: gateway.table.num_open_streams == 1)
+        gateway.peer.silent = False
+        assert (await gateway.post("/v1/completions", body, other)).status == 401
+        path.write_text(f"alice={HASH}\nbob={OTHER_HASH}\n")
+        reload()
+        assert (await gateway.post("/v1/completions", body, other)).status == 200
+        assert (await gateway.post("/v1/completions", body, BEARER)).status == 429
+        # What would let everybody in, or is no hash, changes nothing.
+        for content in ("", "# none\n", "nonsense\n"):
+            path.write_text(content)
+            reload()
+            assert (await gateway.post("/v1/completions", body, other)).status == 200
+            assert (await gateway.post("/v1/completions", body, {})).status == 401
+        path.write_text(f"bob={OTHER_HASH}\n")
+        reload()
+        assert (await gateway.post("/v1/completions", body, BEARER)).status == 401
+        gateway.peer.speak(gateway.peer.all(Submit)[0])
+        assert (await running).status == 200
+        async with AsyncClient(address, api_key=KEY) as client:
+            with pytest.raises(InferenceError, match="API key"):
+                await client.tokenize("x")
+        async with AsyncClient(address, api_key=OTHER) as client:
+            await client.tokenize("x")
 
 
 def test_the_command_makes_a_key_whose_hash_lets_it_in(capsys):

@@ -1,8 +1,11 @@
 """What clients do to a connection: garbage, sloth, haste, and leaving."""
 
 import asyncio
+import contextlib
 import socket
 
+import anthropic
+import openai
 import pytest
 from support.gateway_fakes import AnsweringPeer, delta, in_loop, until
 from support.http import parse_reply, request_bytes
@@ -212,6 +215,136 @@ async def test_a_client_that_reads_nothing_ends_its_stream_alone():
                     break
             else:
                 raise AssertionError("16 MB were kept for a client that reads nothing")
+
+
+@in_loop
+async def test_a_client_that_takes_nothing_of_a_whole_answer_loses_its_connection():
+    """What a system has taken over to send is nobody's but its own."""
+    async with http_gateway(words=("x" * 12_000_000,), send_timeout=0.4, max_unread_bytes=2**25) as gateway:
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.setblocking(False)
+            host, _, port = gateway.address.rpartition(":")
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(deaf, (host, int(port)))
+            await loop.sock_sendall(deaf, request_bytes("POST", COMPLETIONS, {"prompt": "x"}))
+            await until(lambda: gateway.peer.all(Submit) and not gateway.table.num_open_streams)
+            await until(lambda: len(gateway.face.connections) == 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "ping"),
+    [
+        (COMPLETIONS, b": keep-alive\n\n"),
+        (CHAT, b": keep-alive\n\n"),
+        ("/v1/responses", b": keep-alive\n\n"),
+        ("/v1/messages", b'event: ping\ndata: {"type": "ping"}\n\n'),
+    ],
+)
+def test_a_stream_on_which_nothing_comes_says_that_it_lives(path, ping):
+    """So that no proxy cuts it, while a service is away or a request waits in the queue; clients pass it over."""
+
+    @in_loop
+    async def test():
+        body = {
+            COMPLETIONS: {"prompt": "x"},
+            "/v1/responses": {"input": "x"},
+            "/v1/messages": {"messages": USER, "max_tokens": 3},
+        }.get(path, {"messages": USER})
+        async with http_gateway(sse_keep_alive_interval=0.05) as gateway:
+            gateway.peer.silent = True
+            async with gateway.connect() as (reader, writer):
+                writer.write(request_bytes("POST", path, body | {"stream": True}))
+                for _ in range(3):
+                    await asyncio.wait_for(reader.readuntil(ping), 5)
+                gateway.peer.speak(gateway.peer.last())
+                rest = await asyncio.wait_for(reader.read(), 5)
+            assert ping not in rest.partition(b'"a"')[2] and rest.endswith(b"0\r\n\r\n")
+            # Who leaves meanwhile is noticed as ever, and a failure is the last word.
+            async with gateway.connect() as (reader, writer):
+                writer.write(request_bytes("POST", path, body | {"stream": True}))
+                await reader.readuntil(ping)
+            await until(lambda: gateway.table.num_open_streams == 0)
+            async with gateway.connect() as (reader, writer):
+                writer.write(request_bytes("POST", path, body | {"stream": True}))
+                await reader.readuntil(ping)
+                gateway.table.end_all("stopped")
+                *_, last = (await asyncio.wait_for(reader.read(), 5)).rpartition(ping)
+                assert b"stopped" in last
+        async with http_gateway(sse_keep_alive_interval=0.05) as gateway:
+            gateway.peer.silent = True
+            asking = asyncio.create_task(gateway.post(path, body))
+            await asyncio.sleep(0.2)
+            gateway.peer.speak(gateway.peer.last())
+            assert (await asking).json()["model"] == "tiny"  # no stream, nothing beside its body
+
+    test()
+
+
+@in_loop
+async def test_the_packages_pass_over_what_keeps_a_stream_alive():
+    async with http_gateway(sse_keep_alive_interval=0.02) as gateway:
+        gateway.peer.silent = True
+
+        async def speak_late():
+            await until(lambda: gateway.peer.all(Submit))
+            await asyncio.sleep(0.1)
+            gateway.peer.speak(gateway.peer.last())
+            gateway.peer.sent.clear()
+
+        options = {"model": "", "messages": USER, "stream": True}
+        async with openai.AsyncOpenAI(base_url=f"http://{gateway.address}/v1", api_key="any", max_retries=0) as api:
+            speaking = asyncio.create_task(speak_late())
+            chunks = [chunk async for chunk in await api.chat.completions.create(**options)]
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "abc"
+            await speaking
+        url = f"http://{gateway.address}"
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="any", max_retries=0) as api:
+            speaking = asyncio.create_task(speak_late())
+            async with api.messages.stream(model="", messages=USER, max_tokens=3) as stream:
+                assert "".join([text async for text in stream.text_stream]) == "abc"
+            await speaking
+
+
+@in_loop
+async def test_connections_are_bounded_and_idle_ones_make_place():
+    async with http_gateway(max_connections=3) as gateway, contextlib.AsyncExitStack() as stack:
+        gateway.peer.silent = True
+
+        async def connect(data=b""):
+            reader, writer = await stack.enter_async_context(gateway.connect())
+            writer.write(data)
+            return reader
+
+        health = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        stream = request_bytes("POST", CHAT, {"messages": USER, "stream": True})
+        busy = await connect(stream)
+        await busy.readuntil(b"assistant")
+        used = await connect(health)
+        await used.readuntil(b'{"status":"ok"}')
+        half = await connect(b"GET /hea")
+        await until(lambda: len(gateway.face.connections) == 3)
+        # The longest idle goes first, whether it has had an answer or is still writing its head.
+        third = await connect(stream)
+        await third.readuntil(b"assistant")
+        assert await _ended(used)
+        fourth = await connect(stream)
+        await fourth.readuntil(b"assistant")
+        assert await _ended(half)
+        reply = parse_reply(await asyncio.wait_for((await connect(health)).read(), 5))
+        assert reply.status == 503 and "max_connections" in reply.error["message"] and reply.headers["retry-after"]
+        assert len(gateway.face.connections) == 3 and not busy.at_eof()
+        for submit in gateway.peer.all(Submit):
+            gateway.peer.speak(submit)
+        assert (await asyncio.wait_for(busy.read(), 5)).endswith(b"0\r\n\r\n")
+        await until(lambda: len(gateway.face.connections) == 0)
+
+
+async def _ended(reader):
+    try:
+        return await asyncio.wait_for(reader.read(), 5) == b""
+    except ConnectionError:
+        return True
 
 
 @in_loop

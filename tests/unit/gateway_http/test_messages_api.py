@@ -231,6 +231,25 @@ async def test_either_header_may_bring_the_key():
 
 
 @in_loop
+async def test_models_have_the_form_of_the_api_that_asks():
+    async with http_gateway(served_model_names=["one", "two"]) as gateway, client(gateway) as api:
+        page = await api.models.list(limit=1)
+        assert [model.id async for model in page] == ["one", "two"] and not page.has_more
+        assert (page.first_id, page.last_id) == ("one", "two")
+        model = await api.models.retrieve("two")
+        assert (model.type, model.id, model.display_name) == ("model", "two", "tiny")
+        assert model.max_input_tokens == 512 and model.created_at.year >= 2026 and model.lifecycle == "active"
+        with pytest.raises(anthropic.NotFoundError):
+            await api.models.retrieve("claude")
+        version = {"anthropic-version": "2023-06-01"}
+        reply = await gateway.call("GET", "/v1/models/claude", headers=version)
+        assert error(reply, 404)["message"].startswith("model: ") and reply.headers["request-id"]
+        assert error(await gateway.post("/v1/models", {}, version), 405)
+        assert (await gateway.call("GET", "/v1/models")).json()["object"] == "list"
+        assert (await gateway.call("GET", "/v1/models/claude")).error["code"] == "model_not_found"
+
+
+@in_loop
 async def test_errors_have_anthropics_form():
     async with http_gateway(max_concurrent_requests=1, max_body_bytes=1024) as gateway:
         assert error(await gateway.call("GET", PATH), 405)["type"] == "invalid_request_error"
