@@ -14,7 +14,7 @@ from quartet.services.executor.attention.interface import AttentionBackend
 from quartet.services.executor.forward_batch import ForwardBatch
 from quartet.services.executor.input_batch import InputBatch, Step
 from quartet.services.executor.kv_cache import KVCache
-from quartet.services.executor.sampler import SamplerOutput, sample
+from quartet.services.executor.sampler import Drawer, SamplerOutput, sample
 from quartet.services.executor.step_times import StepTimes
 
 IntArray = npt.NDArray[np.int64]
@@ -92,12 +92,15 @@ class TorchEngine:
         batch: InputBatch,
         device: torch.device,
         times: StepTimes | None = None,
+        drawer: Drawer | None = None,
     ) -> None:
+        """`drawer`: of this batch's sampling state, where the device is the CPU."""
         self._model = model
         self._kv_cache = kv_cache
         self._attention = attention
         self._batch = batch
         self._device = device
+        self._drawer = drawer
         self.times = StepTimes() if times is None else times
         self._logits_indices = torch.empty(0, dtype=torch.int64)
 
@@ -117,4 +120,5 @@ class TorchEngine:
     def sample(self, step: Step, forward: Forward) -> SampledNow:
         logits = self._model.compute_logits(forward.hidden[self._logits_indices])
         self.times.spent("logits")
-        return SampledNow(sample(logits, self._batch.sampling, step.sampled_rows, step.output_indices))
+        sampling = self._batch.sampling
+        return SampledNow(sample(logits, sampling, step.sampled_rows, step.output_indices, self._drawer))

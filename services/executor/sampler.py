@@ -8,7 +8,9 @@ tie at the edge all stay and a row's outcome never depends on its neighbours.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +24,19 @@ from quartet.shared.messages import FAILED_TOKEN_ID, TokenLogprobs
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 # So many of a row's largest values are looked at for top_k and top_p before the whole row is sorted.
 NUM_CANDIDATES = 1024
 _SEARCH_BLOCK = 256
 # Scaled logits below this (a weight of 1e-35) count as 0; exp() is slow where it underflows.
 _LOWEST = -80.0
+
+
+class Drawer(Protocol):
+    """Draws as `draw` does, faster."""
+
+    def draw(self, logits: torch.Tensor, rows: IntArray, output_indices: IntArray) -> tuple[IntArray, BoolArray]: ...
 
 
 class SamplerOutput(NamedTuple):
@@ -38,17 +47,38 @@ class SamplerOutput(NamedTuple):
     logprobs: list[TokenLogprobs | None] | None
 
 
-def sample(logits: torch.Tensor, state: SamplingRows, rows: IntArray, output_indices: IntArray) -> SamplerOutput:
+def sample(
+    logits: torch.Tensor, state: SamplingRows, rows: IntArray, output_indices: IntArray, drawer: Drawer | None = None
+) -> SamplerOutput:
     """Draws the next token of each of `rows`.
 
     logits [S, V] float32, changed in place; V may exceed the vocabulary (padded rows are never drawn).
     rows [S] req_index; output_indices [S], the place of the token to draw among the row's outputs.
-    A row whose logits are not finite, or are all masked, fails alone.
+    A row whose logits are not finite, or are all masked, fails alone. `drawer`: of this `state`, for logits
+    on the CPU.
     """
     logits = logits[:, : state.vocab_size]
     _adjust(logits, state, rows, output_indices)
     allowed = state.structured.allowed(rows)
     few = keep_allowed(logits, allowed) if allowed is not None else {}
+    if drawer is None:
+        token_ids, failed = draw(logits, state, rows, output_indices, few)
+    else:
+        token_ids, failed = drawer.draw(logits, rows, output_indices)
+    return SamplerOutput(token_ids, failed, _logprobs(logits, state, rows, token_ids, failed))
+
+
+def draw(
+    logits: torch.Tensor,
+    state: SamplingRows,
+    rows: IntArray,
+    output_indices: IntArray,
+    few: Mapping[int, IntArray] = MappingProxyType({}),
+) -> tuple[IntArray, BoolArray]:
+    """([S] token ids, FAILED_TOKEN_ID where a row failed, [S] which did) by adjusted logits [S, V].
+
+    `few`: by place, of rows where all but a few tokens are -inf, the ids of these, rising.
+    """
     best, token_ids = _row_max(logits)
     failed = ~np.isfinite(best)
     random = np.flatnonzero(state.is_random[rows] & ~failed)
@@ -62,9 +92,8 @@ def sample(logits: torch.Tensor, state: SamplingRows, rows: IntArray, output_ind
             random, noise = random[~of_few], noise[~of_few]
     if len(random):
         token_ids[random] = _draw(logits, best, state, rows, random, noise)
-    logprobs = _logprobs(logits, state, rows, token_ids, failed)
     token_ids[failed] = FAILED_TOKEN_ID
-    return SamplerOutput(token_ids, failed, logprobs)
+    return token_ids, failed
 
 
 def _row_max(logits: torch.Tensor) -> tuple[FloatArray, IntArray]:
@@ -137,7 +166,8 @@ def _draw(
         _on(logits, state.temperature[rows]).unsqueeze(1)
     )
     scaled.clamp_(min=_LOWEST)
-    weights = torch.nn.functional.threshold(scaled.exp(), math.exp(_LOWEST + 1), 0.0, inplace=True)
+    # In float64, so that however it is summed, the same token is drawn.
+    weights = scaled.double().exp_().masked_fill_(scaled <= _LOWEST + 1, 0.0)
     threshold = _threshold(scaled, weights, state, rows)
     if threshold is not None:
         weights.masked_fill_(scaled < _on(logits, threshold).unsqueeze(1), 0.0)
@@ -151,7 +181,7 @@ def _draw_of_few(
     rows: IntArray,
     chosen: IntArray,
     noise: FloatArray,
-    few: dict[int, IntArray],
+    few: Mapping[int, IntArray],
 ) -> IntArray:
     """As _draw, where all but a few tokens (rising ids by place) are -inf: these need not be gone through."""
     if not len(chosen):
@@ -176,7 +206,7 @@ def _inverse_cdf(weights: torch.Tensor, noise: FloatArray) -> IntArray:
     target = torch.minimum(_on(weights, noise).unsqueeze(1) * totals, torch.nextafter(totals, zero))
     block = torch.searchsorted(sums, target, right=True)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    inside = blocks[torch.arange(len(blocks), device=weights.device), block[:, 0]].double().cumsum_(-1)
+    inside = blocks[torch.arange(len(blocks), device=weights.device), block[:, 0]].cumsum(-1)
     # A block's sum is rounded otherwise than the sums inside it: its end is its last token with any weight.
     rest = torch.minimum(target - before, torch.nextafter(inside[:, -1:], zero))
     token = torch.searchsorted(inside, rest, right=True)
@@ -184,7 +214,7 @@ def _inverse_cdf(weights: torch.Tensor, noise: FloatArray) -> IntArray:
 
 
 def _block_sums(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weights [N, V] as ([N, B, _SEARCH_BLOCK], float64 sums of these blocks [N, B]).
+    """weights [N, V] float64 as ([N, B, _SEARCH_BLOCK], the sums of these blocks [N, B]).
 
     In blocks since a row's sum is then the same in any batch, and since a search may begin with few.
     """
@@ -192,7 +222,7 @@ def _block_sums(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     padding = -width % _SEARCH_BLOCK
     padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
     blocks = padded.view(num_rows, -1, _SEARCH_BLOCK)
-    return blocks, blocks.sum(-1).double()
+    return blocks, blocks.sum(-1)
 
 
 def _threshold(

@@ -18,6 +18,7 @@ from quartet.services.executor.model_runner import ModelRunner
 from quartet.services.executor.models.config import ModelConfig, ModelError
 from quartet.services.executor.native.decoder import NativeDecoder, Quantization, why_not
 from quartet.services.executor.native.library import Isa, detect_isa
+from quartet.services.executor.native.sampler import NativeSampler, can_sample
 from quartet.services.executor.resources import available_memory, has_native_bfloat16, num_cpus, num_kv_blocks
 from quartet.services.executor.settings import ExecutorSettings
 from quartet.services.executor.step_times import StepTimes
@@ -80,7 +81,8 @@ def _load_cpu_runner(
         vocab_size=config.vocab_size,
     )
     times = StepTimes(decoder.times) if isinstance(decoder, NativeDecoder) else StepTimes()
-    engine = TorchEngine(decoder, kv_cache, TorchPagedAttention(), batch, device, times)
+    drawer = NativeSampler(batch.sampling, num_threads) if can_sample() else None
+    engine = TorchEngine(decoder, kv_cache, TorchPagedAttention(), batch, device, times, drawer)
     runner = ModelRunner(engine, batch)
     started = time.monotonic()
     runner.warm_up()

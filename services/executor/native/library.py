@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Iterator
-from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_size_t, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -74,6 +74,26 @@ class Step(Structure):
     ]
 
 
+class SampleStep(Structure):
+    _fields_ = [
+        ("num_rows", c_int32),
+        ("vocab_size", c_int32),
+        ("stride", c_int64),
+        ("logits", c_void_p),
+        ("rows", c_void_p),
+        ("output_indices", c_void_p),
+        ("is_random", c_void_p),
+        ("temperature", c_void_p),
+        ("top_k", c_void_p),
+        ("top_p", c_void_p),
+        ("min_p", c_void_p),
+        ("seed", c_void_p),
+        ("choice_index", c_void_p),
+        ("token_ids", c_void_p),
+        ("failed", c_void_p),
+    ]
+
+
 @cache
 def load_library() -> ctypes.CDLL | None:
     """The library, or None where it was not built (no compiler, another kind of CPU), is of other sources than
@@ -118,6 +138,9 @@ def _declare(library: ctypes.CDLL) -> None:
         "quartet_decoder_set_window": ([c_void_p, c_int, c_int], None),
         "quartet_decoder_forward": ([c_void_p, POINTER(Step)], c_int),
         "quartet_decoder_logits": ([c_void_p, c_void_p, c_int, c_void_p], c_int),
+        "quartet_sampler_new": ([c_int], c_void_p),
+        "quartet_sampler_free": ([c_void_p], None),
+        "quartet_sample": ([c_void_p, POINTER(SampleStep)], c_int),
         "quartet_advise_huge_pages": ([c_void_p, c_size_t], None),
         "quartet_decoder_times": ([c_void_p, POINTER(c_double)], None),
         "quartet_decoder_read_weights": ([c_void_p], c_size_t),

@@ -9,13 +9,27 @@ import pytest
 import torch
 
 from quartet.services.executor import sampler
+from quartet.services.executor.native.sampler import NativeSampler, can_sample
 from quartet.services.executor.noise import uniform
-from quartet.services.executor.sampler import SamplerOutput, sample
+from quartet.services.executor.sampler import Drawer, SamplerOutput, sample
 from quartet.services.executor.sampling_rows import SamplingRows
 from quartet.shared.messages import FAILED_TOKEN_ID, LOGPROB_FLOOR
 from quartet.shared.sampling_params import SamplingParams
 
 Row = tuple[SamplingParams, list[int], list[int]]  # parameters, prompt ids, output ids
+
+
+@pytest.fixture(autouse=True, params=["plain", "native"])
+def drawn_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rule holds for both ways of drawing."""
+    if request.param == "native":
+        if not can_sample():
+            pytest.skip("no compiled sampler here")
+        monkeypatch.setitem(globals(), "drawer", lambda state: NativeSampler(state, 1))
+
+
+def drawer(state: SamplingRows) -> Drawer | None:
+    return None
 
 
 def run(
@@ -31,7 +45,8 @@ def run(
         ids = np.array(prompt + output, np.int32)
         state.add(i, params, eos or [], choices[i] if choices else 0, ids, len(prompt))
     output_indices = np.array([len(output) for _, _, output in rows])
-    return sample(torch.tensor(logits, dtype=torch.float32), state, np.arange(len(rows)), output_indices)
+    table = torch.tensor(logits, dtype=torch.float32)
+    return sample(table, state, np.arange(len(rows)), output_indices, drawer(state))
 
 
 def draws(logits: np.ndarray, params: SamplingParams, count: int) -> np.ndarray:
@@ -39,7 +54,7 @@ def draws(logits: np.ndarray, params: SamplingParams, count: int) -> np.ndarray:
     state = SamplingRows(1, len(logits))
     state.add(0, params, [], 0, np.array([0], np.int32), 1)
     table = torch.tensor(logits, dtype=torch.float32).repeat(count, 1)
-    return sample(table, state, np.zeros(count, np.int64), np.arange(count)).token_ids
+    return sample(table, state, np.zeros(count, np.int64), np.arange(count), drawer(state)).token_ids
 
 
 # --- the reference --------------------------------------------------------------------------------
@@ -171,7 +186,7 @@ def test_ties_at_the_edge_all_stay() -> None:
 
 @pytest.mark.parametrize("width", [4, 256, 700])
 def test_a_draw_never_lands_on_a_token_without_weight(width: int) -> None:
-    weights = torch.zeros(4, width)
+    weights = torch.zeros(4, width, dtype=torch.float64)
     weights[:, [width // 2, width - 2]] = 1.0
     noise = np.array([0.0, 0.5, np.nextafter(0.5, 0), np.nextafter(1.0, 0)])
     token_ids = sampler._inverse_cdf(weights, noise).tolist()
@@ -266,8 +281,10 @@ def test_penalties_are_kept_up_as_tokens_come() -> None:
     state = SamplingRows(2, 200)
     prompt, output = [1, 2, 3, 2], [5]
     state.add(1, params, [], 0, np.array(prompt + output, np.int32), len(prompt))
+    draws_by = drawer(state)
     for _ in range(300):
-        token_id = int(sample(torch.tensor(logits[None]), state, np.array([1]), np.array([len(output)])).token_ids[0])
+        table = torch.tensor(logits[None])
+        token_id = int(sample(table, state, np.array([1]), np.array([len(output)]), draws_by).token_ids[0])
         values = adjusted(logits, (params, prompt, output), [])
         assert values[token_id] == pytest.approx(values.max(), abs=1e-5)
         state.append(np.array([1]), np.array([token_id]))

@@ -5,6 +5,7 @@
 
 #include "cpu.h"
 #include "decoder.h"
+#include "sampling.h"
 
 using namespace quartet;
 
@@ -106,6 +107,16 @@ QUARTET_API void quartet_decoder_times(const Decoder* decoder, double* out) {
 
 // Reads the weights from front to back on all threads, as a step with one row must; returns the bytes read.
 QUARTET_API size_t quartet_decoder_read_weights(Decoder* decoder) { return decoder->read_weights(); }
+
+// Null where the CPU lacks what it needs.
+QUARTET_API Sampler* quartet_sampler_new(int num_threads) {
+    return detect_isa() & kAvx512Bf16 ? new (std::nothrow) Sampler(num_threads) : nullptr;
+}
+
+QUARTET_API void quartet_sampler_free(Sampler* sampler) { delete sampler; }
+
+// How many rows failed; -1 when memory is short.
+QUARTET_API int quartet_sample(Sampler* sampler, const SampleStep* step) { return sampler->sample(*step); }
 
 // One product and nothing else, for tests: x [num_rows, num_inner] bf16, out [num_rows, num_columns].
 QUARTET_API int quartet_multiply(int isa, int format, int num_columns, int num_inner, const void* data, int num_rows,
