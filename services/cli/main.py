@@ -19,6 +19,7 @@ run everything on this machine:
 use a running server:
   chat       talk with the model in the terminal
   generate   stream one answer to standard output
+  bench      load it, or any server with OpenAI's API, and print how fast it answers
 
 run one service by itself (containers, several machines):
   gateway    takes clients' requests, over gRPC and HTTP
@@ -40,7 +41,7 @@ Each command explains itself: quartet COMMAND --help. First steps:
 # A package of each service's extra that is missing when the extra is not installed.
 SERVICES = {"gateway": "grpc", "tokenizer": "tokenizers", "scheduler": "zmq", "executor": "torch"}
 
-COMMANDS = ("serve", "chat", "generate", "fetch", "health", "keys", "conformance")
+COMMANDS = ("serve", "chat", "generate", "fetch", "health", "keys", "conformance", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,6 +82,8 @@ def _run(command: str, argv: Sequence[str]) -> int:
         from quartet.services.cli.keys import main as run
     elif command == "conformance":
         from quartet.services.cli.conformance import main as run
+    elif command == "bench":
+        from quartet.services.cli.bench.command import main as run
     else:
         from quartet.services.cli.health import main as run
     return run(argv)

@@ -1,0 +1,1 @@
+"""`quartet bench`: load on a running server, this one or another, in the field's terms."""
