@@ -27,7 +27,6 @@ export class TokenView {
       node.addEventListener("pointerleave", (event) => event.pointerType === "mouse" && hide());
       node.addEventListener("focus", () => show(node, entry));
       node.addEventListener("blur", hide);
-      node.addEventListener("click", () => (open === node ? hide() : show(node, entry)));
       this.tokens.push(node);
       this.box.append(node);
     }
