@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -10,7 +11,7 @@ from types import FrameType
 
 from quartet.services.executor.native.library import detect_isa
 from quartet.services.executor.settings import ExecutorSettings
-from quartet.shared.config import EXIT_SETTINGS_ERROR, load_settings, version
+from quartet.shared.config import EXIT_SETTINGS_ERROR, SettingsError, load_settings, version
 from quartet.shared.log import configure_logging, get_logger
 
 
@@ -31,18 +32,27 @@ def main() -> None:
     # torch takes seconds to import; help, settings errors and signals do not wait for it. Nothing of it is ever
     # garbage: to look for some takes a sixth of the import, and later 80 ms of a step now and then.
     gc.disable()
+    from quartet.services.executor import metrics
     from quartet.services.executor.loop import ExecutorLoop
     from quartet.services.executor.models.config import ModelError as UnsupportedModel
     from quartet.services.executor.resources import NotEnoughMemory
+    from quartet.services.executor.row_spans import RowSpans
     from quartet.services.executor.service import ExecutorService, first_epoch
     from quartet.services.executor.startup import load_runner
     from quartet.shared.link import Identity
     from quartet.shared.liveness import StatusFile, status_path
     from quartet.shared.messages import Role
+    from quartet.shared.metrics import Collector, MetricsServer, service_source
     from quartet.shared.model_files import ModelError
+    from quartet.shared.tracing import make_tracer
 
     gc.freeze()
     gc.enable()
+    try:
+        tracer = make_tracer("executor", settings.name, settings.otlp_endpoint)
+    except SettingsError as error:
+        get_logger().error("cannot start", reason=str(error))
+        raise SystemExit(EXIT_SETTINGS_ERROR) from None
     try:
         runner, model = load_runner(settings)
     except (ModelError, UnsupportedModel, NotEnoughMemory) as error:
@@ -51,8 +61,8 @@ def main() -> None:
     name = settings.name or f"executor-{os.getpid()}"
     identity = Identity(Role.EXECUTOR, name, model=model, version=version())
     status_file = StatusFile(status_path(settings.run_dir, "executor"))
-    loop = ExecutorLoop(runner, first_epoch())
-    ExecutorService(
+    loop = ExecutorLoop(runner, first_epoch(), RowSpans(tracer) if tracer is not None else None)
+    service = ExecutorService(
         loop,
         settings.scheduler_address,
         identity,
@@ -60,7 +70,17 @@ def main() -> None:
         settings.curve_keys,
         settings.drain_timeout,
         runner.times,
-    ).run()
+    )
+    sources = (
+        service_source(identity, lambda: [("scheduler", service.link)]),
+        functools.partial(metrics.tell, loop, runner.times, model),
+    )
+    metrics_server = MetricsServer(settings.metrics_address, Collector(sources, lambda: model.name))
+    metrics_server.start()
+    service.run()
+    metrics_server.close()
+    if tracer is not None:
+        tracer.close()
 
 
 def _calm_openmp() -> None:

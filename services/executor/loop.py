@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quartet.services.executor.plan_columns import PlanError
+from quartet.services.executor.row_spans import RowSpans
 from quartet.shared.log import get_logger
 from quartet.shared.messages import (
     EraseHashes,
@@ -73,15 +74,20 @@ class ExecutorLoop:
     takeover.
     """
 
-    def __init__(self, runner: Runner, first_epoch: int) -> None:
-        """`first_epoch` must exceed every epoch that an earlier process of this executor has granted."""
+    def __init__(self, runner: Runner, first_epoch: int, spans: RowSpans | None = None) -> None:
+        """`first_epoch` must exceed every epoch that an earlier process of this executor has granted. `spans` of
+        the rows of traced requests."""
         self._runner = runner
         self._epoch = first_epoch - 1
         self._next_step_id = 0
         self._accepts_plans = False
         self.in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self.num_steps = 0
+        self.spans = spans
         self.num_plans_dropped = 0
+        self.num_refused = 0
+        self.num_failed = 0
+        self.num_takeovers = 0
 
     def handle(self, message: Message) -> Message | None:
         """The answer to send back now, if any. A step whose answer is not here yet is in `in_flight`."""
@@ -101,6 +107,9 @@ class ExecutorLoop:
     def _takeover(self, message: Takeover) -> Granted:
         self.in_flight.clear()
         self._runner.reset()
+        self.num_takeovers += 1
+        if self.spans is not None:
+            self.spans.end_all()
         self._epoch += 1
         self._next_step_id = 0
         self._accepts_plans = True
@@ -122,6 +131,8 @@ class ExecutorLoop:
             return self._refuse(plan, f"epoch {plan.epoch} was never granted: take over first")
         if plan.step_id != self._next_step_id:
             return self._refuse(plan, f"step {plan.step_id} came where step {self._next_step_id} was due")
+        if self.spans is not None:
+            self.spans.planned(plan)
         try:
             step = self._runner.launch(plan)
         except PlanError as error:
@@ -140,6 +151,8 @@ class ExecutorLoop:
             self.in_flight.clear()
             return self._fail(plan, error)
         self.num_steps += isinstance(result, StepResult)
+        if self.spans is not None:
+            self.spans.returned(plan)
         return result
 
     def _in_order(self, plan: StepPlan, step: PendingStep) -> Message | None:
@@ -148,11 +161,13 @@ class ExecutorLoop:
         return self.finish() if len(self.in_flight) == 1 and step.is_ready else None
 
     def _fail(self, plan: StepPlan, error: Exception) -> StepFailed:
+        self.num_failed += 1
         _log.error("step failed", epoch=plan.epoch, step_id=plan.step_id, exc_info=error)
         self._accepts_plans = False
         return StepFailed(plan.epoch, plan.step_id, f"{type(error).__name__}: {error}")
 
     def _refuse(self, plan: StepPlan, reason: str) -> PlanRefused:
+        self.num_refused += 1
         _log.error("plan refused", epoch=plan.epoch, step_id=plan.step_id, reason=reason)
         self._accepts_plans = False
         return PlanRefused(plan.epoch, plan.step_id, reason)

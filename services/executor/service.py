@@ -11,15 +11,18 @@ from types import FrameType
 
 from quartet.services.executor.loop import ExecutorLoop
 from quartet.services.executor.step_times import StepTimes
+from quartet.services.executor.step_timing import StepTiming
 from quartet.services.executor.step_waiter import StepWaiter
-from quartet.shared.link import Identity, Peer, Status
+from quartet.shared.link import Identity, Link, Peer, Status
 from quartet.shared.liveness import StatusFile
 from quartet.shared.log import get_logger
-from quartet.shared.messages import AnyMessage, Role, Takeover
+from quartet.shared.messages import AnyMessage, Message, Role, StepPlan, StepResult, Takeover, WatchSteps
 from quartet.shared.transport import ThreadDialer
 
 DRAIN_DECISION = 0.3
 LEAVE_POLL = 0.02
+# After so many seconds without a plan no traced row is decoding any more.
+REST = 0.5
 
 _log = get_logger()
 
@@ -42,6 +45,7 @@ class ExecutorService:
     ) -> None:
         self._loop = loop
         self._times = StepTimes() if times is None else times
+        self._timing = StepTiming(self._times)
         self._report_due = False
         # Who waits for the answers of loop.in_flight, in its order.
         self._askers: deque[Peer] = deque()
@@ -76,8 +80,10 @@ class ExecutorService:
         _log.info("ready", scheduler_link=self._address)
         while not self._may_leave():
             try:
-                item = self._inbox.get(timeout=LEAVE_POLL if self._stopping else None)
+                item = self._inbox.get(timeout=self._patience())
             except queue.Empty:
+                if self._loop.spans is not None and not self._loop.in_flight:
+                    self._loop.spans.end_all()
                 continue
             self._times.spent("idle")
             if item is None:  # a signal's or a step's, which ends the wait
@@ -95,12 +101,26 @@ class ExecutorService:
         self._report()
         _log.info("stopped", num_steps=self._loop.num_steps)
 
+    def _patience(self) -> float | None:
+        if self._stopping:
+            return LEAVE_POLL
+        spans = self._loop.spans
+        return REST if spans is not None and spans.any else None
+
     def _handle(self, peer: Peer, message: AnyMessage) -> None:
         if not peer.alive:
             self._num_handled += 1
             return
+        if isinstance(message, WatchSteps):
+            self._timing.enable(message.enabled)
+            self._num_handled += 1
+            return
+        if isinstance(message, StepPlan):
+            self._timing.begin(message)
         answer = self._loop.handle(message)
+        self._timing.pause()
         if isinstance(message, Takeover):
+            self._timing.enable(False)
             self._num_handled += len(self._askers)
             self._askers.clear()
         if answer is None and len(self._loop.in_flight) > len(self._askers):
@@ -108,7 +128,7 @@ class ExecutorService:
             self._waiter.wait_for(self._loop.in_flight[-1][1])
             return
         if answer is not None:
-            self._link.send(answer, peer)
+            self._send(answer, peer)
         self._num_handled += 1
 
     def _answer_finished(self) -> None:
@@ -116,11 +136,18 @@ class ExecutorService:
         while self._askers and (not self._loop.in_flight or self._loop.in_flight[0][1].is_ready):
             peer = self._askers.popleft()
             # A failure takes with it what was in flight after it.
-            if self._loop.in_flight and peer.alive:
-                self._link.send(self._loop.finish(), peer)
-            elif self._loop.in_flight:
-                self._loop.finish()
+            if self._loop.in_flight:
+                self._timing.resume(self._loop.in_flight[0][0])
+                answer = self._loop.finish()
+                self._timing.pause()
+                if peer.alive:
+                    self._send(answer, peer)
             self._num_handled += 1
+
+    def _send(self, answer: Message, peer: Peer) -> None:
+        if isinstance(answer, StepResult) and (timed := self._timing.end(answer.epoch, answer.step_id)) is not None:
+            self._link.send(timed, peer)
+        self._link.send(answer, peer)
 
     def _status(self) -> Status:
         # handled first: read the other way round, outstanding could come out negative.
@@ -153,6 +180,10 @@ class ExecutorService:
         # Not logged here: the line that the signal interrupts may be half written.
         self._report_due = True
         self._inbox.put(None)
+
+    @property
+    def link(self) -> Link:
+        return self._link.link
 
     def _report(self) -> None:
         _log.info("steps", **self._times.totals())

@@ -71,7 +71,9 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True):
     ] = ""
     metrics_address: Annotated[
         str,
-        Meta(description="host:port of its Prometheus metrics; one of the next nine ports where it is taken; empty: none"),
+        Meta(
+            description="host:port where Prometheus scrapes; one of the next nine ports where it is taken; empty: nowhere"
+        ),
     ] = DEFAULT_EXECUTOR_METRICS
 
     def __post_init__(self) -> None:

@@ -58,7 +58,9 @@ class SchedulerSettings(CommonSettings, frozen=True, kw_only=True):
     ] = 30.0
     metrics_address: Annotated[
         str,
-        msgspec.Meta(description="host:port of its Prometheus metrics; one of the next nine ports where it is taken; empty: none"),
+        msgspec.Meta(
+            description="host:port where Prometheus scrapes; one of the next nine ports where it is taken; empty: nowhere"
+        ),
     ] = DEFAULT_SCHEDULER_METRICS
 
     def __post_init__(self) -> None:

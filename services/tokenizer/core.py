@@ -15,10 +15,12 @@ from typing import NamedTuple
 import msgspec
 
 from quartet.services.tokenizer.loaded import LoadedTokenizer
+from quartet.services.tokenizer.metrics import TokenizerMetrics
 from quartet.services.tokenizer.prompt_encoder import check_request, prompt_field
 from quartet.services.tokenizer.request import GatewayKey, Request, adopt, advance, cut_to, open_request
 from quartet.services.tokenizer.tool_formats import ToolFormat
 from quartet.services.tokenizer.vocabulary import vocabulary_parts
+from quartet.services.tokenizer.watching import Watching
 from quartet.shared.messages import (
     Abort,
     Accepted,
@@ -43,6 +45,9 @@ from quartet.shared.messages import (
     Submit,
     TokenLogprobs,
     TokensPrompt,
+    Watch,
+    WatchEnded,
+    WatchEvents,
 )
 from quartet.shared.sampling_params import InvalidField, StructuredOutput
 
@@ -87,6 +92,7 @@ class TokenizerCore:
     ) -> None:
         self.model: ModelInfo | None = None
         self.draining = False
+        self.metrics = TokenizerMetrics()
         self._loaded = loaded
         self._tool_format = tool_format
         self._clock = clock
@@ -101,6 +107,7 @@ class TokenizerCore:
         self._requests: dict[int, Request] = {}
         self._calls: dict[int, _Call] = {}
         self._next_call_id = 1
+        self._watching = Watching()
         self._out: list[Send] = []
         self._open_deltas: dict[GatewayKey, Deltas] = {}
 
@@ -113,6 +120,11 @@ class TokenizerCore:
         """Unfinished requests that a gateway is there to wait for."""
         requests = self._requests.values()
         return len(self._pending) + sum(r.finished_at is None and r.owner is not None for r in requests)
+
+    @property
+    def requests(self) -> dict[int, Request]:
+        """The ledger, by request id."""
+        return self._requests
 
     @property
     def num_retained(self) -> int:
@@ -133,6 +145,7 @@ class TokenizerCore:
     def gateway_down(self, gateway: GatewayKey) -> None:
         """Its requests run on for the grace; what was not yet accepted is for it to submit again."""
         self._gateways.discard(gateway)
+        self._tell_watch(self._watching.leave(gateway))
         self._pending = {i: p for i, p in self._pending.items() if p.owner != gateway}
         self._calls = {i: c for i, c in self._calls.items() if c.owner != gateway}
         for request in self._requests.values():
@@ -143,6 +156,7 @@ class TokenizerCore:
         """True when the prompt is now to be encoded and `encoded` or `refused` to be called."""
         if submit.attempt <= self._highest_attempt(submit.request_id):
             return False
+        self.metrics.submits += 1
         if self.draining and submit.request_id not in self._requests:
             self._fail(gateway, submit, ErrorCode.UNAVAILABLE, "this tokenizer is being shut down")
             return False
@@ -187,6 +201,7 @@ class TokenizerCore:
         if any(count > len(known.choices[i].token_ids) for i, count in attach.next_index.items() if i in known.choices):
             self._fail(gateway, attach, ErrorCode.NOT_FOUND, "the client has tokens that are not known here")
             return
+        self.metrics.attaches += 1
         self._tell_owner(known, gateway)
         submit = cut_to(known, attach.attempt, attach.next_index)
         request = open_request(submit, gateway, self._loaded, self._tool_format, known.structured)
@@ -217,6 +232,12 @@ class TokenizerCore:
         self._calls[call_id] = _Call(gateway, call.call_id, self._clock() + CALL_TIMEOUT)
         self._to_scheduler(type(call)(call_id))
 
+    def watch(self, gateway: GatewayKey, watch: Watch) -> None:
+        """The gateway wants to be told what happens, or no more."""
+        self._tell_watch(self._watching.set(gateway, watch))
+        if watch.interval_ms > 0 and not self._scheduler_is_up:
+            self._to_gateway(gateway, WatchEnded())
+
     # --- scheduler --------------------------------------------------------------------------------
 
     def scheduler_up(self) -> None:
@@ -225,11 +246,14 @@ class TokenizerCore:
         self._told_vocabulary = False
         for request in self._requests.values():
             self._add(request)
+        self._tell_watch(self._watching.wanted)
 
     def scheduler_down(self) -> None:
         """Requests are held until it, or another, comes."""
         self._scheduler_is_up = False
         self._no_scheduler_since = self._clock()
+        for gateway in self._watching.gateways:
+            self._to_gateway(gateway, WatchEnded())
         for call in self._calls.values():
             self._to_gateway(call.owner, CallFailed(call.call_id, ErrorCode.UNAVAILABLE, "the scheduler went away"))
         self._calls.clear()
@@ -284,6 +308,10 @@ class TokenizerCore:
             answer.call_id = call.call_id
             self._to_gateway(call.owner, answer)
 
+    def watch_events(self, events: WatchEvents) -> None:
+        for gateway in self._watching.gateways:
+            self._to_gateway(gateway, events)
+
     def tick(self) -> None:
         """To be called about every second."""
         now = self._clock()
@@ -311,6 +339,10 @@ class TokenizerCore:
 
     # --- within -----------------------------------------------------------------------------------
 
+    def _tell_watch(self, watch: Watch | None) -> None:
+        if watch is not None:
+            self._to_scheduler(watch)
+
     def _start(self, pending: _Pending, model: ModelInfo) -> None:
         submit, ids = pending.submit, pending.token_ids
         assert ids is not None
@@ -334,12 +366,16 @@ class TokenizerCore:
         if known is not None:
             self._tell_owner(known, pending.owner)
         request = open_request(submit, pending.owner, self._loaded, self._tool_format, pending.structured)
+        self.metrics.accepted += 1
         self._to_gateway(pending.owner, Accepted(submit.request_id, submit.attempt, ids))
         self._take_over(request, known)
 
     def _take_over(self, request: Request, known: Request | None) -> None:
         """`request` enters the ledger, in the place of the same request of a lower attempt where it is known."""
         self._requests[request.request_id] = request
+        if known is not None:
+            self.metrics.takeovers += 1
+            request.was_added = known.was_added
         same = known is not None and known.prompt_token_ids == request.prompt_token_ids
         if known is not None and same and known.failure is not None:
             known.failure.attempt = request.attempt
@@ -401,6 +437,9 @@ class TokenizerCore:
         if self._scheduler_is_up and request.unfinished:
             if request.structured is not None:
                 self._tell_vocabulary()
+            self.metrics.added_to_scheduler += 1
+            self.metrics.added_again += request.was_added
+            request.was_added = True
             self._to_scheduler(request.new_request(self._loaded.eos_token_ids, self._loaded.fingerprint))
 
     def _tell_vocabulary(self) -> None:
@@ -448,6 +487,7 @@ class TokenizerCore:
     def _fail(
         self, to: GatewayKey, about: Submit | Attach | Request, code: ErrorCode, message: str, field: str = ""
     ) -> None:
+        self.metrics.refused += isinstance(about, Submit)
         self._to_gateway(to, Failed(about.request_id, about.attempt, code, message, field))
 
     def _delta(self, request: Request, delta: Delta) -> None:

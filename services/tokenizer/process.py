@@ -20,6 +20,7 @@ from quartet.shared.config import SettingsError
 from quartet.shared.log import get_logger
 from quartet.shared.model_files import ModelFiles, resolve_model
 from quartet.shared.signals import stop_on_signals
+from quartet.shared.tracing import make_tracer
 
 _log = get_logger()
 T = TypeVar("T")
@@ -41,6 +42,7 @@ def build_template(loaded: LoadedTokenizer, settings: TokenizerSettings, setting
 async def run(settings: TokenizerSettings, template_setting: str | None) -> int:
     """Serves until SIGTERM or SIGINT; the exit code. A second signal ends the process at once."""
     stop = stop_on_signals()
+    tracer = make_tracer("tokenizer", settings.name, settings.otlp_endpoint)
 
     def load() -> tuple[ModelFiles, LoadedTokenizer, ChatTemplate]:
         files = resolve_model(settings.model)
@@ -56,12 +58,18 @@ async def run(settings: TokenizerSettings, template_setting: str | None) -> int:
     files, loaded, template = await loading
     tool_format = pick_format(settings.tool_parser, template.source)
     service = TokenizerService(settings, loaded, template, files.fingerprint, tool_format)
+    service.tracer = tracer
     service.start()
+    metrics_server = service.metrics_server(settings)
+    metrics_server.start()
     _log.info("tokenizer started", model=files.name, vocab_size=loaded.vocab_size, fingerprint=loaded.fingerprint[:12])
     await stopped
     _log.info("draining", num_unfinished=service.core.num_unfinished)
     await service.drain()
+    metrics_server.close()
     service.close()
+    if tracer is not None:
+        tracer.close()
     return 0
 
 

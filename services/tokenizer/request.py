@@ -22,6 +22,7 @@ from quartet.shared.messages import (
     TokensPrompt,
 )
 from quartet.shared.sampling_params import StructuredOutput, ToolChoice
+from quartet.shared.trace_context import checked
 
 GatewayKey = Hashable
 
@@ -58,6 +59,7 @@ class Request:
     finished_at: float | None = None
     failure: Failed | None = None
     adding_again: bool = False
+    was_added: bool = False
     structured: StructuredOutput | None = None
 
     @property
@@ -111,6 +113,7 @@ class Request:
             read_prefix_cache=submit.read_prefix_cache,
             write_prefix_cache=submit.write_prefix_cache,
             vocabulary=fingerprint if self.structured is not None else "",
+            trace_context=checked(submit.trace_context),
         )
 
 

@@ -14,11 +14,12 @@ from quartet.services.tokenizer.core import TokenizerCore
 from quartet.services.tokenizer.detokenizer import decode
 from quartet.services.tokenizer.grammar_check import GrammarChecker
 from quartet.services.tokenizer.loaded import LoadedTokenizer
+from quartet.services.tokenizer.metrics import tell
 from quartet.services.tokenizer.prompt_encoder import PromptEncoder, Refusal
 from quartet.services.tokenizer.settings import TokenizerSettings
 from quartet.services.tokenizer.tool_formats import ToolFormat
 from quartet.shared.config import version
-from quartet.shared.link import Identity, Peer, Status
+from quartet.shared.link import Identity, Link, Peer, Status
 from quartet.shared.liveness import StatusFile, status_path
 from quartet.shared.log import get_logger
 from quartet.shared.messages import (
@@ -42,8 +43,13 @@ from quartet.shared.messages import (
     Role,
     Submit,
     TokensPrompt,
+    Watch,
+    WatchEvents,
 )
+from quartet.shared.metrics import Collector, Families, MetricsServer, service_source
 from quartet.shared.sampling_params import InvalidField, StructuredOutput, validate_token_ids
+from quartet.shared.trace_context import checked
+from quartet.shared.tracing import REQUEST_ID, USAGE_PROMPT_TOKENS, Tracer
 from quartet.shared.transport import Dialer
 
 TICK = 1.0
@@ -109,6 +115,7 @@ class TokenizerService:
             for address in settings.gateway_addresses
         ]
         self._was_ready = False
+        self.tracer: Tracer | None = None
 
     def status(self) -> Status:
         # What can stand still here is encoding; the loop itself is alive when it says this.
@@ -178,9 +185,11 @@ class TokenizerService:
     def submit(self, gateway: Peer, submit: Submit) -> None:
         if not self.core.submit(gateway, submit):
             return
+        arrived_at = time.monotonic()
         request_id, attempt, prompt = submit.request_id, submit.attempt, submit.prompt
         structured = self._grammars.is_needed(submit)
         if isinstance(prompt, TokensPrompt) and not structured:
+            self._trace_encoding(submit, arrived_at, len(prompt.token_ids))
             self.core.encoded(request_id, attempt, prompt.token_ids)
             return
         max_model_len = self.core.model.max_model_len if self.core.model is not None else None
@@ -195,6 +204,7 @@ class TokenizerService:
             if late is not None:
                 late.cancel()
             if result is not None:
+                self._note_encoding(submit, arrived_at, len(result[0]))
                 self.core.encoded(request_id, attempt, *result)
             elif refusal is not None:
                 self.core.refused(request_id, attempt, refusal.code, str(refusal), refusal.field)
@@ -207,6 +217,34 @@ class TokenizerService:
 
         late = self._loop.call_later(self._grammar_timeout, refuse_late) if structured else None
         self._in_thread(self._encoder.size(prompt), encode, done, self._grammar_threads if structured else None)
+
+    def _note_encoding(self, submit: Submit, since: float, num_tokens: int) -> None:
+        self.core.metrics.encode_time.observe(time.monotonic() - since)
+        self.core.metrics.encoded_tokens += num_tokens
+        self._trace_encoding(submit, since, num_tokens)
+
+    def _trace_encoding(self, submit: Submit, since: float, num_tokens: int) -> None:
+        if self.tracer is not None and submit.trace_context:
+            attributes = {
+                REQUEST_ID: f"{submit.request_id:016x}",
+                USAGE_PROMPT_TOKENS: num_tokens,
+                "quartet.attempt": submit.attempt,
+            }
+            self.tracer.record("tokenize", checked(submit.trace_context), since, time.monotonic(), attributes)
+
+    def metrics_server(self, settings: TokenizerSettings) -> MetricsServer:
+        def links() -> list[tuple[str, Link]]:
+            gateways = [(f"gateway-{i}" if i else "gateway", link.link) for i, link in enumerate(self._gateways)]
+            return [("scheduler", self._scheduler.link), *gateways]
+
+        def model_name() -> str:
+            return self.core.model.name if self.core.model is not None else settings.model
+
+        def source(families: Families) -> None:
+            tell(self.core, self._encoding, families)
+
+        collector = Collector((service_source(self.identity, links), source), model_name)
+        return MetricsServer(settings.metrics_address, collector)
 
     def encode(self, gateway: Peer, call: Encode) -> None:
         def work() -> Encoded:
@@ -294,6 +332,8 @@ class _GatewaySide:
                 self._core.release(message)
             case GetLoads() | ResetPrefixCache():
                 self._core.call_scheduler(peer, message)
+            case Watch():
+                self._core.watch(peer, message)
             case Encode():
                 self._service.encode(peer, message)
             case Decode():
@@ -329,6 +369,8 @@ class _SchedulerSide:
                 self._core.failed(message)
             case Loads() | PrefixCacheReset() | CallFailed():
                 self._core.call_answered(message)
+            case WatchEvents():
+                self._core.watch_events(message)
             case _:
                 _log.warning("unexpected message from the scheduler", message=type(message).__name__)
         self._service.flush()

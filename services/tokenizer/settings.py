@@ -43,7 +43,9 @@ class TokenizerSettings(CommonSettings, frozen=True, kw_only=True):
     encode_threads: Annotated[int, Meta(description="threads that encode prompts", ge=1, le=256)] = 2
     metrics_address: Annotated[
         str,
-        Meta(description="host:port of its Prometheus metrics; one of the next nine ports where it is taken; empty: none"),
+        Meta(
+            description="host:port where Prometheus scrapes; one of the next nine ports where it is taken; empty: nowhere"
+        ),
     ] = DEFAULT_TOKENIZER_METRICS
 
     def __post_init__(self) -> None:
