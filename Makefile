@@ -1,5 +1,6 @@
 # make up        install, fetch the model, start all four services and stream a first answer
 # make test      the tests (minutes);  make test-full  with the long ones
+# make test-docker  the containers: built, started, killed, cut off, replaced under load (ten minutes; docs/containers.md)
 # make lint      format, lint, types, the import law, generated code
 # make fuzz      a million mutated frames over every socket (a quarter of an hour)
 # make bench     measurements, as JSON
@@ -16,7 +17,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: up install test test-full lint types format bench chaos fuzz gpu-check gpu-wheels clean
+.PHONY: up install test test-full test-docker lint types format bench chaos fuzz gpu-check gpu-wheels clean
 
 up: $(VENV)/.run
 	@$(BIN)/quartet serve --demo $(ARGS)
@@ -24,10 +25,14 @@ up: $(VENV)/.run
 install: $(VENV)/.run
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not docker" $(ARGS)
 
 test-full: $(VENV)/.full
-	@$(BIN)/python -m pytest -m "not gpu" --timeout 3600 $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not docker" --timeout 3600 $(ARGS)
+
+# Needs docker with compose. QUARTET_TEST_COMPOSE_OVERRIDE=FILE adds a compose file, for how images are built here.
+test-docker: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m docker --timeout 900 tests/docker $(ARGS)
 
 lint: $(VENV)/.dev types
 	$(BIN)/ruff check .
