@@ -71,9 +71,7 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True):
     ] = ""
     metrics_address: Annotated[
         str,
-        Meta(
-            description="host:port where Prometheus scrapes; one of the next nine ports where it is taken; empty: nowhere"
-        ),
+        Meta(description="host:port where Prometheus scrapes; the next free one of ten ports; empty: nowhere"),
     ] = DEFAULT_EXECUTOR_METRICS
 
     def __post_init__(self) -> None:

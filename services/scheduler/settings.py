@@ -58,9 +58,7 @@ class SchedulerSettings(CommonSettings, frozen=True, kw_only=True):
     ] = 30.0
     metrics_address: Annotated[
         str,
-        msgspec.Meta(
-            description="host:port where Prometheus scrapes; one of the next nine ports where it is taken; empty: nowhere"
-        ),
+        msgspec.Meta(description="host:port where Prometheus scrapes; the next free one of ten ports; empty: nowhere"),
     ] = DEFAULT_SCHEDULER_METRICS
 
     def __post_init__(self) -> None:

@@ -43,9 +43,7 @@ class TokenizerSettings(CommonSettings, frozen=True, kw_only=True):
     encode_threads: Annotated[int, Meta(description="threads that encode prompts", ge=1, le=256)] = 2
     metrics_address: Annotated[
         str,
-        Meta(
-            description="host:port where Prometheus scrapes; one of the next nine ports where it is taken; empty: nowhere"
-        ),
+        Meta(description="host:port where Prometheus scrapes; the next free one of ten ports; empty: nowhere"),
     ] = DEFAULT_TOKENIZER_METRICS
 
     def __post_init__(self) -> None:
