@@ -1,4 +1,4 @@
-"""The gateway's page over a real HTTP face in a thread, a fake tokenizer behind it, and a /live that tests speak for."""
+"""The page over a real HTTP face in a thread, a fake tokenizer behind it, and a /live that tests speak for."""
 
 from __future__ import annotations
 
