@@ -4,6 +4,7 @@ import pytest
 from support import oracle
 from support.client import Client
 from support.stack import Stack
+from support.tiny_model import make_tiny_llama
 
 from quartet.shared.model_files import resolve_model
 
@@ -20,6 +21,13 @@ def reference(model_path):
     return oracle.smollm2(model_path)
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """(folder, transformers' model in fp32): for what does not need the real one, many times as fast."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return folder, make_tiny_llama(folder)
+
+
 def run_stack(tmp_path_factory, **settings):
     stack = Stack(tmp_path_factory.mktemp("stack"), **settings).start()
     client = Client(stack.address)
@@ -31,9 +39,9 @@ def run_stack(tmp_path_factory, **settings):
     return stack, client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stack(tmp_path_factory):
-    """The four services, in fp32 so that greedy output has an oracle."""
+    """The four services, in fp32 so that greedy output has an oracle. Tests leave it at rest and running."""
     running, client = run_stack(
         tmp_path_factory, executor_dtype="float32", executor_max_model_len=MAX_MODEL_LEN, executor_num_blocks=1024
     )

@@ -1,20 +1,12 @@
 """The whole line on a model with random weights and no vocabulary files: real processes, in seconds."""
 
-import pytest
 from support.oracle import assert_greedy
-from support.tiny_model import make_tiny_llama
 
 OPTIONS = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    return folder, make_tiny_llama(folder)
-
-
-def test_random_weights_and_bytes(small, tiny):
-    folder, model = tiny
+def test_random_weights_and_bytes(small, tiny_model):
+    folder, model = tiny_model
     client = small(model=folder, tokenizer_tokenizer="byte").client
     result = client.generate("Grüße", **OPTIONS)
     assert list(result.started.prompt_token_ids) == [256, *"Grüße".encode()]

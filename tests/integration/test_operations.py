@@ -14,7 +14,7 @@ import grpc
 import psutil
 import pytest
 from support.client import Client, Result
-from support.stack import Stack, eventually, free_port
+from support.stack import eventually, free_port
 
 SMALL = [
     "--executor-dtype=float32",
@@ -81,14 +81,14 @@ def test_every_service_comes_back_and_nothing_outlives_serve(serve):
     for role in ("tokenizer", "scheduler", "executor", "gateway"):
         before = server.children()[role]
         before.kill()
-        eventually(lambda role=role, old=before: server.children().get(role, old).pid != old.pid, 5.0)
+        eventually(lambda role=role, old=before: server.children().get(role, old).pid != old.pid, 20.0)
         server.client.wait_ready()
         result = server.client.generate("Once upon a time", temperature=0.0, max_tokens=20, ignore_eos=True)
         assert result.text == expected
     children = list(server.children().values())
     server.process.kill()
     server.process.wait()
-    eventually(lambda: gone(children), 5.0, "processes outlived a supervisor that was killed")
+    eventually(lambda: gone(children), 20.0, "processes outlived a supervisor that was killed")
 
 
 def test_g4_sigterm_drains_and_exits_with_0(serve):
@@ -100,7 +100,7 @@ def test_g4_sigterm_drains_and_exits_with_0(serve):
 
     def follow(result):
         try:
-            for response in server.client.stream("Once upon a time", max_tokens=100, ignore_eos=True):
+            for response in server.client.stream("Once upon a time", max_tokens=40, ignore_eos=True):
                 result.add(response)
                 if len(result.choices) == 1 and len(result.token_ids) == 1:
                     begun.wait(30)
@@ -113,11 +113,11 @@ def test_g4_sigterm_drains_and_exits_with_0(serve):
     begun.wait(30)
     children = list(server.children().values())
     server.process.terminate()
-    eventually(lambda: refused_new_work(server.client), 5.0)
+    eventually(lambda: refused_new_work(server.client), 20.0)
     for thread in threads:
         thread.join(60)
-    assert not errors and all(len(r.token_ids) == 100 and r.usage is not None for r in results)
-    assert server.process.wait(20) == 0
+    assert not errors and all(len(r.token_ids) == 40 and r.usage is not None for r in results)
+    assert server.process.wait(60) == 0
     assert gone(children)
 
 
@@ -139,8 +139,8 @@ def test_g4_a_second_signal_forces(serve, tmp_path):
     server.process.send_signal(signal.SIGINT)
     time.sleep(0.8)  # two signals within half a second count as one
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(5) != 0
-    eventually(lambda: gone(children), 2.0)
+    assert server.process.wait(20) != 0
+    eventually(lambda: gone(children), 10.0)
     left = [path.name for path in run_dir.iterdir() if path.suffix != ".lock"]
     assert not left
 
@@ -149,7 +149,7 @@ def test_g4_sigterm_while_loading(serve):
     server = serve()
     eventually(lambda: "executor" in server.children(), 20.0)
     server.process.terminate()
-    assert server.process.wait(10) == 0
+    assert server.process.wait(30) == 0
 
 
 def test_g9_a_taken_port_is_told_before_anything_is_loaded(serve):
@@ -181,24 +181,24 @@ def test_a_wrong_setting_is_refused_by_name(serve, flag):
     assert flag.partition("=")[0].removeprefix("--executor-").removeprefix("--scheduler-") in server.log.read_text()
 
 
-def test_g2_a_frozen_or_dead_executor_is_seen_and_heals(tmp_path):
-    stack = Stack(tmp_path, executor_dtype="float32", executor_max_model_len=512, executor_num_blocks=256).start()
-    client = Client(stack.address)
+def test_g2_a_frozen_or_dead_executor_is_seen_and_heals(stack, client):
     try:
-        client.wait_ready()
         stack.signal("executor", signal.SIGSTOP)
-        eventually(lambda: not ready(client), 6.0, "a frozen executor went unnoticed")
+        eventually(lambda: not ready(client), 15.0, "a frozen executor went unnoticed")
         stack.signal("executor", signal.SIGCONT)
-        client.wait_ready(10.0)
+        client.wait_ready()
         assert client.generate("hello", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
         stack.kill("executor")
-        eventually(lambda: not ready(client), 3.0)
+        eventually(lambda: not ready(client), 15.0)
         stack.start("executor")
-        client.wait_ready(30.0)
+        client.wait_ready()
         assert client.generate("hello", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
     finally:
-        client.close()
-        stack.stop()
+        # Others use it after us.
+        if "executor" in stack.processes:
+            stack.signal("executor", signal.SIGCONT)
+        else:
+            stack.start("executor")
 
 
 def ready(client):
@@ -209,18 +209,11 @@ def ready(client):
     return True
 
 
-def test_g1_at_rest_the_processes_sleep(tmp_path):
-    stack = Stack(tmp_path, executor_dtype="float32", executor_max_model_len=512, executor_num_blocks=256).start()
-    client = Client(stack.address)
-    try:
-        client.wait_ready()
-        client.generate("hello", max_tokens=2)
-        time.sleep(1.0)
-        before = stack.cpu_seconds()
-        time.sleep(5.0)
-        used = {name: seconds - before[name] for name, seconds in stack.cpu_seconds().items()}
-        # 10 % of a core is far above rest and far below a loop that spins.
-        assert max(used.values()) < 0.5, used
-    finally:
-        client.close()
-        stack.stop()
+def test_g1_at_rest_the_processes_sleep(stack, client):
+    client.generate("hello", max_tokens=2)
+    time.sleep(1.0)
+    before = stack.cpu_seconds()
+    time.sleep(5.0)
+    used = {name: seconds - before[name] for name, seconds in stack.cpu_seconds().items()}
+    # 10 % of a core is far above rest and far below a loop that spins.
+    assert max(used.values()) < 0.5, used

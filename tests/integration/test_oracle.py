@@ -36,9 +36,9 @@ def words(count: int) -> str:
 
 def test_twenty_prompts_together_equal_the_reference(client, reference):
     with ThreadPoolExecutor(20) as pool:
-        results = list(pool.map(lambda p: client.generate(p, temperature=0.0, max_tokens=64, ignore_eos=True), PROMPTS))
+        results = list(pool.map(lambda p: client.generate(p, temperature=0.0, max_tokens=32, ignore_eos=True), PROMPTS))
     for result in results:
-        assert len(result.token_ids) == 64 and result.finish_reason == "LENGTH"
+        assert len(result.token_ids) == 32 and result.finish_reason == "LENGTH"
         assert_greedy(reference, list(result.started.prompt_token_ids), result.token_ids)
 
 
@@ -74,10 +74,10 @@ def test_a_resumed_request_goes_on_where_it_was(client):
     """What a client does when gateway and tokenizer died: ids, seed and past again."""
     from quartet.shared.pb import inference_pb2 as pb
 
-    options = {"temperature": 0.9, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+    options = {"temperature": 0.9, "seed": 5, "max_tokens": 24, "ignore_eos": True}
     whole = client.generate("Once upon a time", **options)
     prompt = list(whole.started.prompt_token_ids)
-    for cut in (1, 17, 39):
+    for cut in (1, 17, 23):
         past = pb.ChoicePast(index=0, past_token_ids=whole.token_ids[:cut])
         rest = [r.chunk for r in client.stream(prompt, past=[past], **options) if r.WhichOneof("event") == "chunk"]
         assert rest[0].start == cut

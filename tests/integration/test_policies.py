@@ -2,27 +2,18 @@
 
 import threading
 
-import pytest
 from support.client import Result
-from support.tiny_model import make_tiny_llama
 
 POLICIES = ["fair", "srf", "support.policies:NewestFirst", "fcfs"]
 PROMPTS = [f"{name} tells a story: " for name in ("Ada", "Bob", "Cleo", "Dan", "Eve", "Fay")]
 OPTIONS = {"temperature": 0.0, "max_tokens": 500, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_llama(folder)
-    return folder
-
-
-def test_streams_go_on_under_another_policy(small, tiny, request, monkeypatch):
+def test_streams_go_on_under_another_policy(small, tiny_model, request, monkeypatch):
     """Each policy takes over from the one before; two streams wait for a row all the while."""
     monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath / "tests"))
     stack = small(
-        model=tiny,
+        model=tiny_model[0],
         tokenizer_tokenizer="byte",
         executor_max_model_len=1024,
         executor_num_blocks=400,

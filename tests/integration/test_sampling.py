@@ -13,29 +13,29 @@ def together(client, *requests):
 
 
 def test_b1_a_seed_does_not_depend_on_neighbours(client):
-    seeded = {"seed": 11, "temperature": 0.9, "max_tokens": 20, "ignore_eos": True}
+    seeded = {"seed": 11, "temperature": 0.9, "max_tokens": 10, "ignore_eos": True}
     alone = client.generate(PROMPT, **seeded).token_ids
     for neighbour in ({"seed": 12}, {}, {}, {"seed": 11}):
-        other = {"temperature": 0.9, "max_tokens": 20, "ignore_eos": True} | neighbour
+        other = {"temperature": 0.9, "max_tokens": 10, "ignore_eos": True} | neighbour
         first, second = together(client, seeded, other)
         assert first.token_ids == alone
         assert (second.token_ids == alone) == (neighbour == {"seed": 11})
 
 
 def test_b2_choices_differ_and_the_set_is_reproducible(client):
-    options = {"n": 4, "seed": 7, "temperature": 1.0, "max_tokens": 16, "ignore_eos": True}
+    options = {"n": 4, "seed": 7, "temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
     first, second = (client.generate(PROMPT, **options) for _ in range(2))
     assert sorted(first.choices) == [0, 1, 2, 3]
     texts = [first.choices[i].token_ids for i in range(4)]
     assert len({tuple(t) for t in texts}) == 4
     assert texts == [second.choices[i].token_ids for i in range(4)]
-    assert first.usage.completion_tokens == 64
+    assert first.usage.completion_tokens == 32
     single = client.generate(PROMPT, **(options | {"n": 1}))
     assert single.token_ids == texts[0]
 
 
 def test_b4_without_a_seed_calls_differ(client):
-    options = {"temperature": 1.0, "max_tokens": 16, "ignore_eos": True}
+    options = {"temperature": 1.0, "max_tokens": 8, "ignore_eos": True}
     results = [client.generate(PROMPT, **options) for _ in range(5)]
     assert len({tuple(r.token_ids) for r in results}) == 5
     assert len({r.started.seed for r in results}) == 5
@@ -43,7 +43,7 @@ def test_b4_without_a_seed_calls_differ(client):
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-6, 1e-4, 0.01])
 def test_b5_tiny_temperatures_are_like_greedy(client, temperature):
-    options = {"max_tokens": 20, "ignore_eos": True, "seed": 1}
+    options = {"max_tokens": 12, "ignore_eos": True, "seed": 1}
     greedy = client.generate(PROMPT, temperature=0.0, **options)
     result = client.generate(PROMPT, temperature=temperature, **options)
     assert result.text.strip()
@@ -52,7 +52,7 @@ def test_b5_tiny_temperatures_are_like_greedy(client, temperature):
 
 
 def test_b7_kinds_of_sampling_mix_in_one_batch(client):
-    base = {"max_tokens": 24, "ignore_eos": True, "seed": 3}
+    base = {"max_tokens": 12, "ignore_eos": True, "seed": 3}
     mixed = [
         {"temperature": 0.0},
         {"temperature": 1.0, "top_k": 64, "top_p": 0.95},
@@ -81,7 +81,7 @@ def test_b9_penalties_on_the_first_step(client):
 
 
 def test_b10_penalties_do_something(client):
-    options = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    options = {"temperature": 0.0, "max_tokens": 30, "ignore_eos": True}
     plain = client.generate(PROMPT, **options).token_ids
     for penalty in ("presence_penalty", "frequency_penalty"):
         assert client.generate(PROMPT, **options, **{penalty: 2.0}).token_ids != plain

@@ -9,7 +9,7 @@ import pytest
 from simulation.seeds import FOUND
 from simulation.world import World
 
-NUM_RUNS = 2400
+NUM_RUNS = 1200
 BATCH = 300
 NUM_SLOW_RUNS = 60_000
 

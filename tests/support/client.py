@@ -134,7 +134,7 @@ class Client:
     def loads(self) -> Any:
         return self.stub.GetLoads(pb.GetLoadsRequest(), timeout=10)
 
-    def wait_ready(self, timeout: float = 60.0) -> None:
+    def wait_ready(self, timeout: float = 180.0) -> None:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         health = health_pb2_grpc.HealthStub(self.channel)

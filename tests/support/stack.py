@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -11,13 +13,18 @@ import sys
 import time
 from pathlib import Path
 
+# Others run tests beside these, and the same seeds.
+_random = random.SystemRandom()
 ROLES = ("gateway", "tokenizer", "scheduler", "executor")
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One below those that connections are given, of which any may be gone before a service binds it."""
+    while True:
+        port = _random.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Stack:
@@ -102,7 +109,7 @@ class Stack:
         return result
 
 
-def eventually(condition, timeout: float = 10.0, message: str = "") -> None:  # type: ignore[no-untyped-def]
+def eventually(condition, timeout: float = 30.0, message: str = "") -> None:  # type: ignore[no-untyped-def]
     """Waits until `condition()` is true; fails with `message` when it is not in time."""
     deadline = time.monotonic() + timeout
     while True:
