@@ -57,33 +57,25 @@ def summary(load: Load, rounds: Sequence[Round]) -> dict[str, Any]:
     """The figures of a load's rounds together."""
     steps = sum((round_.steps for round_ in rounds), Totals())
 
-    def of(*path: str) -> dict[str, float]:
-        values = []
-        for round_ in rounds:
-            value: Any = round_.client
-            for name in path:
-                value = value[name]
-            values.append(float(value))
-        return spread(values)
+    def of(name: str, scale: float = 1.0) -> dict[str, float]:
+        return spread([scale * round_.client[name] for round_ in rounds])
 
     found: dict[str, Any] = {
         "load": f"{load.concurrency} x {load.prompt_tokens} in, {load.output_tokens} out",
-        "output_tokens_per_second": of("output_tokens_per_second"),
-        "time_to_first_token_mean": of("time_to_first_token", "mean"),
-        "time_to_first_token_p50": of("time_to_first_token", "p50"),
+        "output_tokens_per_second": of("output_throughput"),
+        "time_to_first_token_mean": of("mean_ttft_ms", 1e-3),
+        "time_to_first_token_p50": of("median_ttft_ms", 1e-3),
         "step": steps.breakdown(),
         "cpu_seconds_per_run": {
             role: round(statistics.fmean(round_.used[role] for round_ in rounds), 2) for role in (*ROLES, "client")
         },
-        "failed": sum(round_.client["num_failed"] for round_ in rounds),
-        "cached_tokens": sum(round_.client["cached_tokens"] for round_ in rounds),
+        "failed": sum(round_.client["failed"] for round_ in rounds),
+        "cached_tokens": sum(round_.client["total_cached_tokens"] for round_ in rounds),
     }
     if load.concurrency == 1 and load.output_tokens > 2:
-        found["decode_tokens_per_second"] = spread(
-            [1 / round_.client["time_per_output_token"]["mean"] for round_ in rounds]
-        )
+        found["decode_tokens_per_second"] = spread([1e3 / round_.client["mean_tpot_ms"] for round_ in rounds])
     if load.output_tokens > 2:
-        gaps = [round_.client["gap_between_chunks"]["max"] for round_ in rounds]
+        gaps = [round_.client["max_itl_ms"] / 1e3 for round_ in rounds]
         means = [round_.steps.wall / max(1, round_.steps.num_steps) for round_ in rounds]
         found["largest_gap"] = spread(gaps)
         found["largest_gap_in_mean_steps"] = spread([gap / mean for gap, mean in zip(gaps, means, strict=True)])

@@ -52,14 +52,14 @@ def measure(server: Running, loads: Sequence[str], seed: int) -> dict[str, float
     for name in loads:
         load = LOADS[name]
         result = server.run(Load(**{**vars(load), "seed": 1000 * load.concurrency + seed}))
-        if result["num_failed"] or result["cached_tokens"]:
+        if result["failed"] or result["total_cached_tokens"]:
             raise UnavailableError(f"the load failed: {result['errors'] or 'tokens came from the prefix cache'}")
-        first = result["time_to_first_token"]["mean"]
+        first = result["mean_ttft_ms"] / 1e3
         if name == "one":
-            found["one_stream_tokens_per_second"] = 1 / result["time_per_output_token"]["mean"]
+            found["one_stream_tokens_per_second"] = 1e3 / result["mean_tpot_ms"]
             found["one_stream_time_to_first_token"] = first
         else:
-            found["streams_32_tokens_per_second"] = result["output_tokens_per_second"]
+            found["streams_32_tokens_per_second"] = result["output_throughput"]
             found["streams_32_time_to_first_token"] = first
     return found
 

@@ -9,30 +9,29 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from bench.client_load import Load, Measured, drive
+from bench.client_load import Load, drive_load
 from bench.peers.environment import UnavailableError
 from bench.peers.peer import process
-
-Request = Callable[[list[int], int], dict[str, Any]]
-"""The body for a prompt and a number of output tokens."""
-Counter = Callable[[bytes, int], int]
-"""From an event's JSON and the tokens counted before it in the stream: those counted with it."""
+from quartet.services.cli.bench.http_door import Body, HttpDoor, MakeReader, Reader, session
+from quartet.services.cli.bench.record import Prompt, Record
 
 
 class HttpServer:
     """`path` is where streams of server-sent events are asked for."""
 
-    def __init__(self, server: subprocess.Popen[bytes], url: str, path: str, request: Request, count: Counter) -> None:
+    def __init__(
+        self, server: subprocess.Popen[bytes], url: str, path: str, body: Body, make_reader: MakeReader
+    ) -> None:
         self.pid = server.pid
         self.ready_seconds = 0.0
         self._server, self._url, self._path = server, url, path
-        self._request, self._count = request, count
+        self._body, self._make_reader = body, make_reader
 
     def wait_ready(self, started: float, seconds: float, log: Path) -> None:
         while True:
@@ -50,77 +49,38 @@ class HttpServer:
         return asyncio.run(self._run(load))
 
     async def _run(self, load: Load) -> dict[str, Any]:
-        import aiohttp  # in the extra `bench`
+        async with session() as connections:
+            door = HttpDoor(connections, self._url + self._path, self._body, self._make_reader)
 
-        # llama.cpp closes kept connections without a word.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        async with aiohttp.ClientSession(self._url, connector=connector, timeout=aiohttp.ClientTimeout()) as session:
+            async def send(prompt: Prompt, output_tokens: int, keep_answer: bool = False) -> Record:
+                record = await door.send(prompt, output_tokens, keep_answer)
+                if not record.error and record.output_tokens != output_tokens:
+                    record.fail("length", f"{record.output_tokens} tokens instead of {output_tokens}")
+                return record
 
-            async def send(token_ids: list[int], output_tokens: int) -> Measured:
-                measured = Measured(time.perf_counter())
-                try:
-                    async with session.post(self._path, json=self._request(token_ids, output_tokens)) as response:
-                        if response.status != 200:
-                            measured.error = f"{response.status}: {(await response.text())[:300]}"
-                            return measured
-                        await self._receive(response.content.iter_any(), measured)
-                except aiohttp.ClientError as error:
-                    measured.error = repr(error)
-                if not measured.error and measured.num_tokens != output_tokens:
-                    measured.error = f"{measured.num_tokens} tokens instead of {output_tokens}"
-                return measured
-
-            return await drive(load, send)
-
-    async def _receive(self, pieces: Any, measured: Measured) -> None:
-        events, total = Events(), 0
-        async for piece in pieces:
-            now, before = time.perf_counter(), total
-            for data in events.feed(piece):
-                total = self._count(data, total)
-            if total > before:
-                measured.times.append(now)
-                measured.counts.append(total - before)
-
-
-class Events:
-    """The data of server-sent events, from pieces of the stream that are cut anywhere."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, piece: bytes) -> Iterator[bytes]:
-        *lines, self._rest = (self._rest + piece).split(b"\n")
-        for line in lines:
-            data = line.removeprefix(b"data:").strip()
-            if line.startswith(b"data:") and data != b"[DONE]":
-                yield data
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int] | None = None
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice] = []
+            return await drive_load(load, send)
 
 
 class _Progress(msgspec.Struct):
     tokens_predicted: int = 0
 
 
-_completion = msgspec.json.Decoder(_Completion)
 _progress = msgspec.json.Decoder(_Progress)
 
 
-def count_token_ids(data: bytes, before: int) -> int:
-    """Of /v1/completions with `return_token_ids`: an event may hold several tokens, or one that has no text yet."""
-    return before + sum(len(choice.token_ids or ()) for choice in _completion.decode(data).choices)
-
-
-def count_predicted(data: bytes, before: int) -> int:
+class ProgressReader:
     """Of llama.cpp's /completion, whose events say how many tokens there are so far."""
-    return max(before, _progress.decode(data).tokens_predicted)
+
+    def __init__(self, record: Record, keep_answer: bool) -> None:
+        self._record = record
+
+    def take(self, event: bytes) -> bool:
+        before = self._record.output_tokens
+        self._record.output_tokens = max(before, _progress.decode(event).tokens_predicted)
+        return self._record.output_tokens > before
+
+    def end(self, done: bool) -> None:
+        """It ends without a word."""
 
 
 @contextlib.contextmanager
@@ -129,13 +89,13 @@ def http_server(
     log: Path,
     url: str,
     path: str,
-    request: Request,
-    count: Counter,
+    body: Body,
+    make_reader: MakeReader = Reader,
     ready_within: float = 300,
     **environment: str,
 ) -> Iterator[HttpServer]:
     started = time.perf_counter()
     with process(command, log, {**os.environ, **environment}) as popen:
-        server = HttpServer(popen, url, path, request, count)
+        server = HttpServer(popen, url, path, body, make_reader)
         server.wait_ready(started, ready_within, log)
         yield server

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.client_load import Load, Measured, summary, workload
+from bench.client_load import Load, workload
 from bench.peers.environment import Environment, UnavailableError
 from bench.peers.peer import process
+from quartet.services.cli.bench.metrics import summary
+from quartet.services.cli.bench.record import Record
 
 DRIVERS = Path(__file__).parent / "drivers"
 
@@ -36,15 +38,15 @@ class InProcess:
         warmups, prompts = workload(load)
         for prompt in warmups:
             self._generate([prompt], 4)
-        results: list[Measured] = []
+        results: list[Record] = []
         duration = 0.0
         for first in range(0, len(prompts), load.concurrency):
             answer = self._generate(prompts[first : first + load.concurrency], load.output_tokens)
             duration += answer["ended"] - answer["started"]
             for times, counts in zip(answer["times"], answer["counts"], strict=True):
-                result = Measured(answer["started"], times, counts)
-                if result.num_tokens != load.output_tokens:
-                    result.error = f"{result.num_tokens} tokens instead of {load.output_tokens}"
+                result = Record(answer["started"], times, sum(counts), ended=answer["ended"])
+                if result.output_tokens != load.output_tokens:
+                    result.fail("length", f"{result.output_tokens} tokens instead of {load.output_tokens}")
                 results.append(result)
         return {"load": dataclasses.asdict(load), **summary(results, duration)}
 

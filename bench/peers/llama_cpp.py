@@ -12,8 +12,9 @@ from typing import Any
 
 from bench.line import free_port
 from bench.peers.environment import Environment, UnavailableError
-from bench.peers.http import HttpServer, count_predicted, http_server
+from bench.peers.http import HttpServer, ProgressReader, http_server
 from bench.peers.models import gguf_file
+from quartet.services.cli.bench.record import Prompt
 
 VERSION = "0.3.36"
 # scikit-build-core: pip asks the source distribution's build system for its metadata.
@@ -53,10 +54,10 @@ class LlamaCpp:
         ]
         # Copies of finished requests' KV would cost time and hit nothing.
         command += ["--cache-ram", "0", "--no-ui", "--host", "127.0.0.1", "--port", str(port)]
-        return http_server(command, log, f"http://127.0.0.1:{port}", "/completion", _request, count_predicted)
+        return http_server(command, log, f"http://127.0.0.1:{port}", "/completion", _request, ProgressReader)
 
 
-def _request(token_ids: list[int], output_tokens: int) -> dict[str, Any]:
+def _request(token_ids: Prompt, output_tokens: int) -> dict[str, Any]:
     return {
         "prompt": token_ids,
         "n_predict": output_tokens,

@@ -11,8 +11,9 @@ from typing import Any
 
 from bench.line import free_port
 from bench.peers.environment import Environment
-from bench.peers.http import HttpServer, count_token_ids, http_server
+from bench.peers.http import HttpServer, http_server
 from bench.peers.models import safetensors_folder
+from quartet.services.cli.bench.record import Prompt
 
 VERSION = "0.32.0"
 ENVIRONMENT = Environment(
@@ -45,7 +46,6 @@ class Vllm:
             f"http://127.0.0.1:{port}",
             "/v1/completions",
             _request,
-            count_token_ids,
             LD_PRELOAD=_preloads(),
             VLLM_CPU_KVCACHE_SPACE="2",
             # On few cores "auto" leaves it fewer than there are.
@@ -55,7 +55,7 @@ class Vllm:
         )
 
 
-def _request(token_ids: list[int], output_tokens: int) -> dict[str, Any]:
+def _request(token_ids: Prompt, output_tokens: int) -> dict[str, Any]:
     return {
         "model": "m",
         "prompt": token_ids,

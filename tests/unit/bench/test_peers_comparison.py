@@ -3,7 +3,8 @@
 import pytest
 
 from bench.peers.comparison import figures, floors, ratios
-from bench.peers.http import Events, count_predicted, count_token_ids
+from bench.peers.http import ProgressReader
+from quartet.services.cli.bench.record import Record
 
 
 def rounds(*values: float) -> list[dict[str, float]]:
@@ -55,21 +56,9 @@ def test_a_floor_that_was_not_measured_is_neither_met_nor_missed() -> None:
     assert all(floor["met"] is None and floor["ratio"] is None for floor in floors([other, skipped]))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_events_survive_cuts_anywhere(size: int) -> None:
-    stream = b': comment\r\n\r\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
-    events = Events()
-    pieces = [stream[i : i + size] for i in range(0, len(stream), size)]
-    assert [data for piece in pieces for data in events.feed(piece)] == [b'{"a": 1}', b'{"b": 2}']
-
-
-def test_tokens_are_counted_where_events_hold_none_or_many() -> None:
-    ids = [b'{"choices": [{"text": "", "token_ids": [7]}]}', b'{"choices": [{"text": "ab", "token_ids": [1, 2]}]}']
-    usage = b'{"choices": [], "usage": {"completion_tokens": 3}}'
-    total = 0
-    for data in (*ids, usage):
-        total = count_token_ids(data, total)
-    assert total == 3
+def test_tokens_are_counted_where_events_hold_none() -> None:
     # llama.cpp holds back the text of a token that ends within a character, and its event with it.
-    assert count_predicted(b'{"content": "", "stop": false, "tokens_predicted": 4}', 2) == 4
-    assert count_predicted(b'{"content": "", "stop": true}', 4) == 4
+    record = Record(0.0, output_tokens=2)
+    reader = ProgressReader(record, False)
+    assert reader.take(b'{"content": "", "stop": false, "tokens_predicted": 4}') and record.output_tokens == 4
+    assert not reader.take(b'{"content": "", "stop": true}') and record.output_tokens == 4
