@@ -675,7 +675,8 @@ class RowPromptLogprobs(Record):
 
 class StepResult(Message, tag=83):
     """Executor -> scheduler: `token_ids` u32, one per sampling row in batch order; 0xFFFFFFFF where
-    that row failed (see `errors`). `logprobs` has an entry per sampling row when any row asked."""
+    that row failed (see `errors`). `logprobs` has an entry per sampling row when any row asked. `invalid_rows` are
+    those of `errors` that failed by what was asked of them: structured output that leads nowhere."""
 
     epoch: int
     step_id: int
@@ -683,6 +684,7 @@ class StepResult(Message, tag=83):
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: list[RowPromptLogprobs] = []
     errors: list[tuple[int, str]] = []
+    invalid_rows: list[int] = []
 
 
 class PlanRefused(Message, tag=84):

@@ -237,10 +237,13 @@ def _report_failures(
     result: StepResult, output: SamplerOutput, rows: IntArray, failed: BoolArray, structured: StructuredRows
 ) -> None:
     for place in np.flatnonzero(failed).tolist():
-        reason = structured.failure(int(rows[place]))
+        req_index = int(rows[place])
+        reason = structured.failure(req_index)
+        if structured.invalid(req_index):
+            result.invalid_rows.append(req_index)
         if not reason:
             nan = output.failed[place]
             reason = "the model's logits are not finite" if nan else "an earlier step of this row failed"
-        result.errors.append((int(rows[place]), reason))
+        result.errors.append((req_index, reason))
         if result.logprobs is not None:
             result.logprobs[place] = None

@@ -97,6 +97,11 @@ class StructuredRows:
         row = self._rows.get(req_index)
         return row.failure if row is not None else ""
 
+    def invalid(self, req_index: int) -> bool:
+        """Whether it is for what was asked that the row cannot go on."""
+        row = self._rows.get(req_index)
+        return row is not None and row.invalid
+
     def failed(self, rows: IntArray) -> npt.NDArray[np.bool_]:
         """[R] whether a row cannot go on."""
         if not self._rows:
@@ -110,6 +115,7 @@ class _Row:
     def __init__(self, bits: ByteArray, end_ids: set[int]) -> None:
         self.started: Future[None] | None = None
         self.failure = ""
+        self.invalid = False
         self._bits = bits
         self._end_ids = end_ids
         self._matcher: LLMatcher | None = None
@@ -129,7 +135,7 @@ class _Row:
         try:
             self._matcher = compiled.result().deep_copy()
         except GrammarError as error:
-            self.failure = f"structured: {error}"
+            self._refuse(str(error))
             return
         self._num_tokens = num_tokens
         self._mask = np.zeros(-(-(num_tokens + 1) // 32) * 4, np.uint8)
@@ -158,14 +164,14 @@ class _Row:
         advance()
         self._compute_mask()
         if not self.failure and time.thread_time() - started > MAX_MASK_SECONDS:
-            self.failure = "its structured output takes too long to follow"
+            self._refuse("it takes too long to follow")
 
     def _compute_mask(self) -> None:
         assert self._matcher is not None
         matcher, mask, end = self._matcher, self._view, self._num_tokens
         matcher.unsafe_compute_mask_ptr(self._pointer, len(mask))
         if matcher.is_error():
-            self.failure = f"structured: {why(matcher)}"
+            self._refuse(why(matcher))
             return
         complete = mask[end >> 3] >> (end & 7) & 1
         mask[end >> 3] &= 0xFF ^ (1 << (end & 7))
@@ -176,7 +182,10 @@ class _Row:
         self._bits[:width] = self._mask[:width]
         # Where nothing can go on and the output is not complete, the library has said so.
         if ((complete and not self._end_ids) or len(mask) > width) and not self._bits.any():
-            self.failure = f"structured: {NO_TOKEN}"
+            self._refuse(NO_TOKEN)
+
+    def _refuse(self, reason: str) -> None:
+        self.failure, self.invalid = f"structured: {reason}", True
 
 
 def _advance(told: list[tuple[_Row, int]]) -> None:

@@ -291,7 +291,10 @@ class SchedulerCore:
             self._ask_again(str(error))
             return self._take_effects()
         for group, reason in update.failed.items():
-            self._fail(group, ErrorCode.INTERNAL, reason)
+            if group in update.invalid:
+                self._fail(group, ErrorCode.INVALID_ARGUMENT, reason, "structured")
+            else:
+                self._fail(group, ErrorCode.INTERNAL, reason)
         self._effects.extend((group.owner.key, logprobs) for group, logprobs in update.prompt_logprobs)
         return self._take_effects()
 

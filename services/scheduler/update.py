@@ -27,6 +27,7 @@ class StepUpdate:
 
     def __init__(self) -> None:
         self.failed: dict[RequestGroup, str] = {}
+        self.invalid: set[RequestGroup] = set()
         self.prompt_logprobs: list[tuple[RequestGroup, PromptLogprobs]] = []
 
 
@@ -133,6 +134,8 @@ def _fail_rows(
     for req_index, message in result.errors:
         if req_index in rows:
             _fail(rows[req_index], message, update)
+            if req_index in result.invalid_rows:
+                update.invalid.add(rows[req_index].group)
     for request, token_id in zip(sampling, token_ids, strict=True):
         if token_id == FAILED_TOKEN_ID:
             _fail(request, "the executor could not sample a token", update)

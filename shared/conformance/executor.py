@@ -15,6 +15,7 @@ from quartet.shared.block_hash import HASH_BYTES, block_hash, hash_root, pack_to
 from quartet.shared.conformance import link_checks
 from quartet.shared.conformance.columns import pack_bits, pack_u16, pack_u32, unpack_u32
 from quartet.shared.conformance.report import Report
+from quartet.shared.conformance.structured import EXECUTOR_RULES, structured_rows
 from quartet.shared.conformance.wire import Bound, Loop
 from quartet.shared.messages import (
     FAILED_TOKEN_ID,
@@ -53,6 +54,7 @@ RULES = link_checks.DIALLER_RULES | {
     "hashes.whole": "whole blocks are offered under their chained hash, and only whole ones",
     "hashes.rewritten": "a block that is being written anew is not offered under its old name",
     "hashes.root": "a row's hash_root begins its chain",
+    **EXECUTOR_RULES,
 }
 
 FORCED = 100.0
@@ -610,6 +612,7 @@ SCENARIOS: dict[str, Callable[[ExecutorKit], None]] = {
         min_tokens,
         logprobs,
         failed_row,
+        structured_rows,
         gaps,
         contradictions,
         nothing_applied,

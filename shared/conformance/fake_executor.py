@@ -31,6 +31,7 @@ from quartet.shared.messages import (
     StepResult,
     Takeover,
     TokenLogprobs,
+    Vocabulary,
 )
 
 MODEL = ModelInfo("conformance", "conformance", 1000, 256, 64, 4, 8, 32, "float32", "none")
@@ -80,6 +81,7 @@ class Run:
     token_ids: list[int]
     num_prompt_tokens: int
     num_skipped: int
+    vocabulary: str = ""
     num_computed: int = 0
 
 
@@ -113,6 +115,8 @@ class FakeExecutor:
         self.forced: dict[int, dict[int, int]] = {}
         self.asked: dict[int, NewRequest] = {}
         self.fail_seeds: set[int] = set()
+        self.invalid_seeds: set[int] = set()
+        self.vocabularies: list[Vocabulary] = []
         self.before_result: Callable[[StepResult], None] = lambda result: None
         # No Takeover has come in this session yet.
         self._fresh = True
@@ -172,6 +176,8 @@ class FakeExecutor:
             self._take_over()
         elif isinstance(message, StepPlan):
             self._plan(message)
+        elif isinstance(message, Vocabulary) and self.model.structured_output:
+            self.vocabularies.append(message)
         else:
             self.report.check("plan.takeover", False, f"a {type(message).__name__} came to an executor")
 
@@ -260,6 +266,8 @@ class FakeExecutor:
                 token_id = self._sample(row)
                 if row.seed in self.fail_seeds:
                     result.errors.append((index, "provoked by the conformance kit"))
+                    if row.seed in self.invalid_seeds:
+                        result.invalid_rows.append(index)
                     sampled.append(FAILED_TOKEN_ID)
                     row.tokens.append(0)
                 else:
@@ -326,6 +334,7 @@ class FakeExecutor:
                 tokens.copy(),
                 new.num_prompt_tokens,
                 new.num_computed_tokens,
+                new.vocabulary,
             )
         )
 

@@ -113,6 +113,7 @@ class FakeTokenizer:
         salt: str = "",
         priority: int = 0,
         attempt: int = 1,
+        vocabulary: str = "",
         **sampling: Any,
     ) -> Asked:
         """Greedy-like by the fake model; `forced` are tokens by output index."""
@@ -128,6 +129,7 @@ class FakeTokenizer:
             choices=[],
             priority=priority,
             cache_salt=salt,
+            vocabulary=vocabulary,
         )
         self.executor.forced[request_id] = forced or {}
         asked = Asked(message, {i: list((pasts or {}).get(i, [])) for i in range(n)})

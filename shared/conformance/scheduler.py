@@ -14,6 +14,7 @@ from quartet.shared.conformance.columns import pack_u32
 from quartet.shared.conformance.fake_executor import MODEL, FakeExecutor
 from quartet.shared.conformance.fake_tokenizer import EOS, Asked, FakeTokenizer, continuation
 from quartet.shared.conformance.report import Report
+from quartet.shared.conformance.structured import SCHEDULER_RULES, structured_requests
 from quartet.shared.conformance.wire import Dialled, Loop
 from quartet.shared.messages import (
     Abort,
@@ -70,6 +71,7 @@ RULES = link_checks.BINDER_RULES | {
     "refuse.field": "what can never run is refused at once with INVALID_ARGUMENT and the field's name",
     "loads.answered": "GetLoads is answered with its call id, after all that was sent before it",
     "loads.idle": "when all is done nothing is running, waiting or retained, and every block is free",
+    **SCHEDULER_RULES,
 }
 
 
@@ -682,5 +684,6 @@ SCENARIOS: dict[str, Callable[[SchedulerKit], None]] = {
         failed_row,
         two_tokenizers,
         refusals,
+        structured_requests,
     )
 }

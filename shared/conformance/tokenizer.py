@@ -16,6 +16,7 @@ import msgspec
 from quartet.shared.conformance import link_checks
 from quartet.shared.conformance.fake_gateway import Choice, FakeGateway, Stream
 from quartet.shared.conformance.report import Report
+from quartet.shared.conformance.structured import TOKENIZER_RULES, structured_submits
 from quartet.shared.conformance.wire import Bound, Loop
 from quartet.shared.messages import (
     Abort,
@@ -47,7 +48,7 @@ from quartet.shared.messages import (
 from quartet.shared.sampling_params import SamplingParams, TextParams
 
 # More rows than any tokenizer has tokens, so that the vocabulary's end is the model's.
-MODEL = ModelInfo("conformance", "", 1 << 20, 512, 512, 16, 64, 256, "float32", "none")
+MODEL = ModelInfo("conformance", "", 1 << 20, 512, 512, 16, 64, 256, "float32", "none", structured_output=True)
 
 RULES = link_checks.DIALLER_RULES | {
     "link.model": "gateways are told the model that the scheduler stands for",
@@ -78,6 +79,7 @@ RULES = link_checks.DIALLER_RULES | {
     "calls.encode": "Encode gives ids and their bytes, which make up the text",
     "calls.decode": "Decode gives the text of ids, and refuses ids that are none",
     "calls.loads": "GetLoads is passed on and its answer back; without a scheduler it fails with UNAVAILABLE",
+    **TOKENIZER_RULES,
 }
 
 PLAIN = "The quick brown fox jumps over the lazy dog and runs away into the dark forest."
@@ -663,5 +665,6 @@ SCENARIOS: dict[str, Callable[[TokenizerKit], None]] = {
         attach,
         ends,
         refusals,
+        structured_submits,
     )
 }

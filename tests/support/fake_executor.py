@@ -110,6 +110,7 @@ class FakeRunner:
         self.largest_plan = 0
         self.plan_log: list[tuple[int, dict[int, int]]] = []
         self.fail_rows: set[int] = set()
+        self.invalid_rows: set[int] = set()
         self.last_received = -1
         self.erased_after = -1
 
@@ -164,9 +165,9 @@ class FakeRunner:
         for index, _ in work:
             self._hash_full_blocks(self.rows[index])
         any_logprobs = any(entry is not None for entry in logprobs)
-        return StepResult(
-            plan.epoch, plan.step_id, pack_u32(tokens), logprobs if any_logprobs else None, prompt_logprobs, errors
-        )
+        invalid = [index for index, _ in errors if index in self.invalid_rows]
+        logprobs = logprobs if any_logprobs else None
+        return StepResult(plan.epoch, plan.step_id, pack_u32(tokens), logprobs, prompt_logprobs, errors, invalid)
 
     def fail(self, plan: StepPlan, later: Iterable[StepPlan] = ()) -> None:
         """The plan raises halfway: what it and later ones wrote is not known."""

@@ -15,6 +15,7 @@ from quartet.services.executor.loop import ExecutorLoop
 from quartet.services.executor.model_runner import ModelRunner
 from quartet.services.executor.plan_columns import PlanError
 from quartet.services.executor.service import ExecutorService
+from quartet.services.executor.structured_rows import StructuredRows
 from quartet.shared.block_hash import hash_root
 from quartet.shared.link import DialerLink
 
@@ -132,6 +133,21 @@ def draws_alike_for_all_choices() -> None:
     noise.uniform = sampler.uniform = lambda seeds, choices, outputs: original(seeds, choices * np.uint64(0), outputs)
 
 
+def ignores_structured_output() -> None:
+    StructuredRows.allowed = lambda self, rows: None  # type: ignore[method-assign]
+
+
+def begins_structured_output_anew() -> None:
+    original = StructuredRows.add
+    StructuredRows.add = lambda self, index, structured, vocabulary, outputs, ends: original(  # type: ignore[method-assign]
+        self, index, structured, vocabulary, [], ends
+    )
+
+
+def blames_no_text() -> None:
+    StructuredRows.invalid = lambda self, req_index: False  # type: ignore[method-assign]
+
+
 # Each fault with the scenario that meets it and the rule that must be named.
 FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     forgets_session_check: ("scheduler_link", "link.fencing"),
@@ -148,6 +164,9 @@ FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     hashes_without_the_root: ("hashes", "hashes.root"),
     draws_by_the_clock: ("seeds", "sampling.seed"),
     draws_alike_for_all_choices: ("seeds", "sampling.choice"),
+    ignores_structured_output: ("structured_rows", "structured.kept"),
+    begins_structured_output_anew: ("structured_rows", "structured.resumed"),
+    blames_no_text: ("structured_rows", "structured.invalid"),
 }
 
 if __name__ == "__main__":

@@ -194,6 +194,20 @@ def refuses_nothing() -> None:
     admission.never_fits = lambda model, message: None
 
 
+def keeps_vocabularies_to_itself() -> None:
+    SchedulerCore._tell = lambda self, parts: None  # type: ignore[method-assign]
+
+
+def takes_the_blame_for_texts() -> None:
+    original = SchedulerCore.step_result
+
+    def step_result(self: SchedulerCore, message: Any) -> Any:
+        message.invalid_rows = []
+        return original(self, message)
+
+    SchedulerCore.step_result = step_result  # type: ignore[method-assign]
+
+
 # Each fault with the scenario that meets it and the rule that must be named.
 FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     forgets_session_check: ("tokenizer_link", "link.fencing"),
@@ -218,6 +232,8 @@ FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     ignores_a_failed_step: ("failure", "recovery.failure"),
     takes_results_of_old_epochs: ("old_epoch", "recovery.old-epoch"),
     refuses_nothing: ("refusals", "refuse.field"),
+    keeps_vocabularies_to_itself: ("structured_requests", "structured.passed"),
+    takes_the_blame_for_texts: ("structured_requests", "structured.invalid"),
 }
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 from quartet.services.tokenizer import __main__, core, stop_strings
 from quartet.services.tokenizer.core import TokenizerCore
 from quartet.services.tokenizer.detokenizer import Detokenizer
+from quartet.services.tokenizer.grammar_check import GrammarChecker
 from quartet.services.tokenizer.request import Request
 from quartet.services.tokenizer.service import TokenizerService
 from quartet.services.tokenizer.stop_strings import StopStrings
@@ -156,6 +157,14 @@ def refuses_nothing() -> None:
     core.check_request = lambda field, ids, sampling, pasts, loaded, model: 100
 
 
+def keeps_its_vocabulary() -> None:
+    TokenizerCore._tell_vocabulary = lambda self: None  # type: ignore[method-assign]
+
+
+def compiles_nothing() -> None:
+    GrammarChecker.check = lambda self, submit: submit.sampling.structured  # type: ignore[method-assign]
+
+
 # Each fault with the scenario that meets it and the rule that must be named.
 FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     forgets_session_check: ("gateway_link", "link.fencing"),
@@ -174,6 +183,8 @@ FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     ignores_attempts: ("attempts", "request.attempts"),
     drops_a_dead_gateways_requests: ("attach", "attach.found"),
     refuses_nothing: ("refusals", "refuse.field"),
+    keeps_its_vocabulary: ("structured_submits", "structured.passed"),
+    compiles_nothing: ("structured_submits", "structured.refused"),
 }
 
 if __name__ == "__main__":

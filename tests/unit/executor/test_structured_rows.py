@@ -124,18 +124,18 @@ def test_whitespace_in_json_is_bounded(rows: StructuredRows) -> None:
 
 
 @pytest.mark.parametrize(
-    ("structured", "more", "reason"),
+    ("structured", "more", "reason", "invalid"),
     [
-        (regex("(a"), {}, "unclosed group"),
-        (YES_OR_NO, {"vocabulary": "other"}, "has not been sent"),
-        (YES_OR_NO, {"outputs": "maybe"}, "do not follow"),
-        (StructuredOutput(StructuredKind.JSON_SCHEMA, '{"type": "yaml"}'), {}, "yaml"),
-        (StructuredOutput(StructuredKind.GRAMMAR, "start: missing"), {}, "missing"),
-        (StructuredOutput(StructuredKind.GRAMMAR, "start: <[99999]>"), {}, ""),
+        (regex("(a"), {}, "unclosed group", True),
+        (YES_OR_NO, {"vocabulary": "other"}, "has not been sent", False),
+        (YES_OR_NO, {"outputs": "maybe"}, "do not follow", False),
+        (StructuredOutput(StructuredKind.JSON_SCHEMA, '{"type": "yaml"}'), {}, "yaml", True),
+        (StructuredOutput(StructuredKind.GRAMMAR, "start: missing"), {}, "missing", True),
+        (StructuredOutput(StructuredKind.GRAMMAR, "start: <[99999]>"), {}, "", True),
     ],
 )
 def test_a_row_fails_alone(
-    rows: StructuredRows, structured: StructuredOutput, more: dict[str, Any], reason: str
+    rows: StructuredRows, structured: StructuredOutput, more: dict[str, Any], reason: str, invalid: bool
 ) -> None:
     add(rows, 0, structured, **more)
     add(rows, 1, YES_OR_NO)
@@ -144,6 +144,7 @@ def test_a_row_fails_alone(
     assert found is not None and found.places.tolist() == [0], "the failed row is not masked"
     assert rows.failed(both).tolist() == [False, True]
     assert reason in rows.failure(0) and rows.failure(0)
+    assert rows.invalid(0) == invalid and not rows.invalid(1)
     feed(rows, 0, 5)
     assert allowed(rows, 1) == {b"y", b"yes", b"n", b"no"}
 
@@ -156,7 +157,7 @@ def test_where_no_token_is_left_the_row_fails() -> None:
     assert rows.allowed(np.array([0])) is not None and not rows.failure(0)
     feed(rows, 0, 1)
     rows.allowed(np.array([0]))
-    assert "no token" in rows.failure(0)
+    assert "no token" in rows.failure(0) and rows.invalid(0)
 
 
 def test_what_takes_too_long_to_follow_fails(rows: StructuredRows, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def test_what_takes_too_long_to_follow_fails(rows: StructuredRows, monkeypatch: 
     monkeypatch.setattr(structured_rows, "MAX_MASK_SECONDS", -1.0)
     feed(rows, 0, ord("y"))
     rows.allowed(np.array([0]))
-    assert "too long" in rows.failure(0)
+    assert "too long" in rows.failure(0) and rows.invalid(0)
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,19 @@ def test_nan_fails_that_request_only(make_sim: MakeSim) -> None:
     sim.check_idle()
 
 
+def test_a_row_whose_structured_output_leads_nowhere_is_the_requests_own_fault(make_sim: MakeSim) -> None:
+    sim = make_sim()
+    good, bad = sim.ask([5], max_tokens=9), sim.ask([6], max_tokens=9)
+    step(sim, 3)
+    (row,) = [r.req_index for r in sim.core.state.running if r.request_id == bad.message.request_id]
+    sim.executor.fail_rows.add(row)
+    sim.executor.invalid_rows.add(row)
+    sim.run()
+    sim.check_finished(good)
+    assert (bad.failed.code, bad.failed.field) == (ErrorCode.INVALID_ARGUMENT, "structured")
+    sim.check_idle()
+
+
 # --- deaths -----------------------------------------------------------------------------------
 
 
