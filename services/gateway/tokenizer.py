@@ -12,6 +12,7 @@ class Peer(Protocol):
     """What the core needs of a link's peer; a new session is a new one."""
 
     name: str
+    incarnation: int
     version: str
     model: ModelInfo | None
     tokenizer_fingerprint: str

@@ -42,7 +42,6 @@ _STATES = {
     RequestStatus.WAITING: RequestState.WAITING,
     RequestStatus.PREEMPTED: RequestState.PREEMPTED,
     RequestStatus.RUNNING: RequestState.RUNNING,
-    RequestStatus.FINISHED: RequestState.FINISHED,
 }
 
 
@@ -111,6 +110,9 @@ class Recorder:
         self._dirty = True
         if len(self._events) < MAX_EVENTS:
             self._events.append(WatchedEvent(self._now(), request.request_id, request.index, what))
+        if what is RequestEvent.QUEUED and len(self._told) < MAX_QUEUED:
+            # So it is told of, however soon it ends.
+            self._told[request] = _Told()
 
     def admitted(self, request: Request) -> None:
         """It has its row, and the blocks that it hits."""
@@ -280,7 +282,7 @@ def _news(request: Request, told: _Told, wall: float) -> WatchedRequest | None:
     return WatchedRequest(
         request_id=request.request_id,
         index=request.index,
-        state=_STATES.get(status, RequestState.DROPPED),
+        state=_state(request),
         num_prompt_tokens=request.num_prompt_tokens,
         num_cached_tokens=request.num_cached_tokens,
         num_computed_tokens=request.num_computed_tokens,
@@ -292,6 +294,13 @@ def _news(request: Request, told: _Told, wall: float) -> WatchedRequest | None:
         tenant=group.tenant,
         arrived_at=wall + group.arrived_at,
     )
+
+
+def _state(request: Request) -> RequestState:
+    # One that has finished may have been released since.
+    if request.finish_reason is not None:
+        return RequestState.FINISHED
+    return _STATES.get(request.status, RequestState.DROPPED)
 
 
 def _table(blocks: Iterable[KVCacheBlock]) -> bytes:

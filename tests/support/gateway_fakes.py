@@ -44,6 +44,7 @@ class FakePeer:
 
     def __init__(self, name="t1", ready=True, model=MODEL):
         self.name = name
+        self.incarnation = hash(name) & 0xFFFFFFFF
         self.version = "1"
         self.model = model
         self.tokenizer_fingerprint = "tok"
