@@ -1,4 +1,4 @@
-"""Links over ZeroMQ: a ROUTER that binds, a DEALER that dials, in an event loop or in a thread.
+"""Links over ZeroMQ in an event loop: a ROUTER that binds, a DEALER that dials (in threads: thread_dialer.py).
 
 Frames are [session][payload] (see link.py); nothing is ever unpickled. Sockets are read through
 their file descriptor instead of zmq.asyncio, whose futures cost several times a frame's own price.
@@ -7,12 +7,10 @@ their file descriptor instead of zmq.asyncio, whose futures cost several times a
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import fcntl
 import ipaddress
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,9 +31,9 @@ from quartet.shared.link import (
 )
 from quartet.shared.liveness import StatusFile
 from quartet.shared.log import get_logger
-from quartet.shared.messages import Hello, Message, Role
+from quartet.shared.messages import Hello, Role
 
-__all__ = ["AddressInUse", "Binder", "Dialer", "Handler", "Identity", "Peer", "Status", "ThreadDialer", "ipc_address"]
+__all__ = ["AddressInUse", "Binder", "Dialer", "Handler", "Identity", "Peer", "Status", "ipc_address"]
 
 QUEUE_FRAMES = 100_000
 LINGER_MS = 200
@@ -509,152 +507,3 @@ def _hang_up(socket: zmq.Socket[bytes], address: str) -> None:
 def _redial(socket: zmq.Socket[bytes], address: str) -> None:
     _hang_up(socket, address)
     socket.connect(address)
-
-
-class ThreadDialer:
-    """A Dialer with a thread of its own, for a service whose main thread computes.
-
-    The handler and `status` are called in that thread. `send` may be called from any thread.
-    """
-
-    def __init__(
-        self,
-        address: str,
-        identity: Identity,
-        handler: Handler,
-        status: Callable[[], Status],
-        *,
-        expect: Role | None = None,
-        status_file: StatusFile | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        curve_keys: str = "",
-    ) -> None:
-        self.address = address
-        self._keys = _dialer_keys(address, curve_keys)
-        self._complaints = _Complaints(address, clock)
-        self._status = status
-        self._status_file = status_file
-        self._outbox: collections.deque[tuple[Message, Peer | None]] = collections.deque()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._closing = False
-        self._announcing = False
-        self._socket: zmq.Socket[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
-        self.link = DialerLink(identity, handler, status, _ThreadWire(self), clock, expect=expect)
-
-    @property
-    def peer(self) -> Peer | None:
-        return self.link.peer
-
-    @property
-    def frames_dropped(self) -> int:
-        return self.link.frames_dropped
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def send(self, message: Message, peer: Peer | None = None) -> None:
-        """Queues a message to `peer`, or to whoever is there when the thread takes it; to nobody
-        when that peer is gone."""
-        self._outbox.append((message, peer))
-        os.eventfd_write(self._wakeup, 1)
-
-    def announce(self) -> None:
-        """The service's status has changed: tell the peer now."""
-        self._announcing = True
-        os.eventfd_write(self._wakeup, 1)
-
-    def close(self) -> None:
-        """Sends what is queued and ends the thread."""
-        self._closing = True
-        if self._thread.is_alive():
-            os.eventfd_write(self._wakeup, 1)
-            self._thread.join()
-
-    def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = self._socket = _dealer(context, self.link.identity, self._keys)
-        monitor = socket.get_monitor_socket(_MONITORED)
-        socket.connect(self.address)
-        poller = zmq.Poller()
-        for source in (socket, monitor, self._wakeup):
-            poller.register(source, zmq.POLLIN)
-        try:
-            delay = 0.0
-            tick_at = 0.0
-            while True:
-                ready = dict(poller.poll(max(0, int(delay * 1000) + 1) if delay else 0))
-                if self._wakeup in ready:
-                    os.eventfd_read(self._wakeup)
-                if monitor in ready:
-                    self._read_monitor(monitor, socket)
-                if socket in ready:
-                    self._read(socket)
-                self._flush()
-                now = time.monotonic()
-                if now >= tick_at or monitor in ready:
-                    tick_at = now + self.link.tick()
-                    if self._status_file is not None:
-                        self._status_file.write(self._status())
-                delay = max(0.001, tick_at - now)
-                if self._closing and not self._outbox:
-                    return
-        finally:
-            socket.disable_monitor()
-            monitor.close()
-            socket.close()
-            context.term()
-
-    def _read(self, socket: zmq.Socket[bytes]) -> None:
-        for _ in range(READ_BATCH):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            _take(self.link, frames, 2)
-
-    def _read_monitor(self, monitor: zmq.Socket[bytes], socket: zmq.Socket[bytes]) -> None:
-        while True:
-            try:
-                event = int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
-            except zmq.Again:
-                return
-            if event & _HANDSHAKE_FAILED:
-                self._complaints.tell(_why_not_welcome(event, self._keys))
-                _hang_up(socket, self.address)
-            _tell(self.link, event)
-
-    def _flush(self) -> None:
-        if self._announcing:
-            self._announcing = False
-            self.link.announce()
-        while self._outbox:
-            message, peer = self._outbox.popleft()
-            target = peer or self.link.peer
-            if target is not None:
-                target.send(message)
-        self.link.run_pending()
-
-
-class _ThreadWire:
-    """The link's side of a ThreadDialer's socket; everything runs in the link's thread."""
-
-    def __init__(self, owner: ThreadDialer) -> None:
-        self._owner = owner
-
-    def send(self, route: bytes, session: bytes, payload: bytes) -> bool:
-        socket = self._owner._socket
-        if socket is None:
-            return False
-        try:
-            socket.send_multipart([session, payload], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
-
-    def wake(self) -> None:
-        os.eventfd_write(self._owner._wakeup, 1)
-
-    def reconnect(self) -> None:
-        if self._owner._socket is not None:
-            _redial(self._owner._socket, self._owner.address)

@@ -1,9 +1,8 @@
-"""The executor's shell: a thread moves messages, the main thread runs steps, signals end it."""
+"""The executor's shell: the main thread takes plans and runs steps, the link's beats meanwhile, signals end it."""
 
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from quartet.shared.link import Identity, Link, Peer, Status
 from quartet.shared.liveness import StatusFile
 from quartet.shared.log import get_logger
 from quartet.shared.messages import AnyMessage, Message, Role, StepPlan, StepResult, Takeover, WatchSteps
-from quartet.shared.transport import ThreadDialer
+from quartet.shared.thread_dialer import ThreadDialer
 
 DRAIN_DECISION = 0.3
 LEAVE_POLL = 0.02
@@ -49,9 +48,9 @@ class ExecutorService:
         self._report_due = False
         # Who waits for the answers of loop.in_flight, in its order.
         self._askers: deque[Peer] = deque()
-        self._waiter = StepWaiter(lambda: self._inbox.put(None))
-        self._inbox: queue.SimpleQueue[tuple[Peer, AnyMessage] | None] = queue.SimpleQueue()
-        # Each is written by one thread only.
+        self._waiter = StepWaiter(lambda: self._link.wake())
+        self._inbox: deque[tuple[Peer, AnyMessage]] = deque()
+        # Written under the link's lock, and by the main thread.
         self._num_received = 0
         self._num_handled = 0
         self._stopping = False
@@ -66,6 +65,7 @@ class ExecutorService:
             expect=Role.SCHEDULER,
             status_file=status_file,
             curve_keys=curve_keys,
+            attended=True,
         )
         self._status_file = status_file
 
@@ -79,19 +79,19 @@ class ExecutorService:
         self._link.start()
         _log.info("ready", scheduler_link=self._address)
         while not self._may_leave():
-            try:
-                item = self._inbox.get(timeout=self._patience())
-            except queue.Empty:
-                if self._loop.spans is not None and not self._loop.in_flight:
-                    self._loop.spans.end_all()
-                continue
-            self._times.spent("idle")
-            if item is None:  # a signal's or a step's, which ends the wait
-                if self._report_due:
-                    self._report_due = False
-                    self._report()
+            if not self._inbox:
+                self._link.read()
+            if self._inbox:
+                self._handle(*self._inbox.popleft())
             else:
-                self._handle(*item)
+                self._times.spent("host")
+                woken = self._link.wait(self._patience())
+                self._times.spent("idle")
+                if not woken and self._loop.spans is not None and not self._loop.in_flight:
+                    self._loop.spans.end_all()
+            if self._report_due:
+                self._report_due = False
+                self._report()
             self._answer_finished()
             self._times.spent("host")
         self._waiter.close()
@@ -160,7 +160,7 @@ class ExecutorService:
         )
 
     def _may_leave(self) -> bool:
-        if not self._stopping or not self._inbox.empty() or self._askers:
+        if not self._stopping or self._inbox or self._askers:
             return False
         waited, scheduler = time.monotonic() - self._stopped_at, self._link.peer
         if scheduler is None or not scheduler.alive or waited > self._drain_timeout:
@@ -173,13 +173,13 @@ class ExecutorService:
             os._exit(128 + signum)
         self._stopping = True
         self._stopped_at = time.monotonic()
-        self._inbox.put(None)
+        self._link.wake()
         self._link.announce()
 
     def _on_report_signal(self, signum: int, frame: FrameType | None) -> None:
         # Not logged here: the line that the signal interrupts may be half written.
         self._report_due = True
-        self._inbox.put(None)
+        self._link.wake()
 
     @property
     def link(self) -> Link:
@@ -188,7 +188,7 @@ class ExecutorService:
     def _report(self) -> None:
         _log.info("steps", **self._times.totals())
 
-    # --- called in the link's thread --------------------------------------------------------------
+    # --- called in whichever thread reads ---------------------------------------------------------
 
     def on_up(self, peer: Peer) -> None:
         _log.info("scheduler connected", peer=peer.name)
@@ -198,7 +198,7 @@ class ExecutorService:
 
     def on_message(self, peer: Peer, message: AnyMessage) -> None:
         self._num_received += 1
-        self._inbox.put((peer, message))
+        self._inbox.append((peer, message))
 
     def on_status(self, peer: Peer) -> None:
         pass

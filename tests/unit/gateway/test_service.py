@@ -29,7 +29,8 @@ from quartet.shared.messages import (
     Submit,
     TokensPrompt,
 )
-from quartet.shared.transport import Identity, Status, ThreadDialer, ipc_address
+from quartet.shared.thread_dialer import ThreadDialer
+from quartet.shared.transport import Identity, Status, ipc_address
 
 
 class Tokenizer:

@@ -22,7 +22,8 @@ from quartet.shared.config import CommonSettings, load_settings
 from quartet.shared.curve import KeysError, read_binder_keys, read_dialer_keys
 from quartet.shared.link import Identity
 from quartet.shared.messages import GetLoads, Hello, Role, encode
-from quartet.shared.transport import Binder, Dialer, ThreadDialer
+from quartet.shared.thread_dialer import ThreadDialer
+from quartet.shared.transport import Binder, Dialer
 
 
 @pytest.fixture

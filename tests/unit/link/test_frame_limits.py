@@ -14,7 +14,8 @@ from quartet.shared import link as link_module
 from quartet.shared import transport
 from quartet.shared.link import BinderLink, DialerLink, Identity
 from quartet.shared.messages import Encoded, GetLoads, ModelChanged, ModelInfo, Role, encode
-from quartet.shared.transport import Binder, Dialer, ThreadDialer, ipc_address
+from quartet.shared.thread_dialer import ThreadDialer
+from quartet.shared.transport import Binder, Dialer, ipc_address
 
 LIMIT = 10_000
 TOO_LONG = b"x" * (LIMIT + 1)

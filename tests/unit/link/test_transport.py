@@ -9,7 +9,8 @@ from support.links import Recorder, ready
 from quartet.shared.link import Identity, Status
 from quartet.shared.liveness import StatusFile, check
 from quartet.shared.messages import GetLoads, Role
-from quartet.shared.transport import AddressInUse, Binder, Dialer, ThreadDialer, ipc_address
+from quartet.shared.thread_dialer import ThreadDialer
+from quartet.shared.transport import AddressInUse, Binder, Dialer, ipc_address
 
 
 def binder(address, recorder, **options):
