@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 from unittest import mock
 
-from support.gateway_fakes import AnsweringPeer
+from support.gateway_fakes import AnsweringPeer, until
 from support.http_fakes import Served, http_gateway
 
 from quartet.services.gateway.http import face
@@ -91,6 +91,10 @@ class PageServer:
 
     def say(self, event: str, data: dict[str, Any]) -> None:
         self.do(self.live.say, event, data)
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Until it holds in the server's loop; fails when it does not."""
+        asyncio.run_coroutine_threadsafe(until(condition, 20.0), self._loop).result(25.0)
 
 
 @contextlib.contextmanager

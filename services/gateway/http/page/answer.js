@@ -35,7 +35,7 @@ export class Answer {
     this.state.className = "state";
     this.footer.hidden = true;
     this.node.setAttribute("aria-busy", "true");
-    this.watch = setInterval(() => this.look(), 500);
+    this.watch = setInterval(() => this.look(), 1000);
   }
 
   add(chunk, shade) {
