@@ -1,6 +1,7 @@
 # make up        install, fetch the model, start all four services and stream a first answer
 # make test      the tests (minutes);  make test-full  with the long ones
 # make test-docker  the containers: built, started, killed, cut off, replaced under load (ten minutes; docs/containers.md)
+# make test-page the page in a browser (apt-get install chromium, or QUARTET_CHROMIUM=...; two minutes)
 # make lint      format, lint, types, the import law, generated code
 # make fuzz      a million mutated frames over every socket (a quarter of an hour)
 # make bench     measurements, as JSON
@@ -17,7 +18,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: up install test test-full test-docker lint types format bench chaos fuzz gpu-check gpu-wheels clean
+.PHONY: up install test test-full test-page test-docker lint types format bench chaos fuzz gpu-check gpu-wheels clean
 
 up: $(VENV)/.run
 	@$(BIN)/quartet serve --demo $(ARGS)
@@ -25,7 +26,11 @@ up: $(VENV)/.run
 install: $(VENV)/.run
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not docker" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not docker and not page" $(ARGS)
+
+# In a browser: Chromium is found on the PATH, or named by QUARTET_CHROMIUM.
+test-page: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "page" tests/page $(ARGS)
 
 test-full: $(VENV)/.full
 	@$(BIN)/python -m pytest -m "not gpu and not docker" --timeout 3600 $(ARGS)
