@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +15,7 @@ from quartet.services.scheduler.schedule import StepScheduler
 from quartet.services.scheduler.state import MAX_DEATHS, SchedulerState
 from quartet.services.scheduler.update import ResultMismatch, apply_result
 from quartet.services.scheduler.vocabularies import Vocabularies
+from quartet.services.scheduler.watchers import Watchers
 from quartet.shared.block_hash import HASH_BYTES
 from quartet.shared.log import get_logger
 from quartet.shared.messages import (
@@ -37,9 +39,14 @@ from quartet.shared.messages import (
     Release,
     ResetPrefixCache,
     StepFailed,
+    StepPlan,
     StepResult,
+    StepTimed,
     Takeover,
     Vocabulary,
+    Watch,
+    WatchedService,
+    WatchSteps,
 )
 
 if TYPE_CHECKING:
@@ -64,11 +71,19 @@ class SchedulerCore:
     """Every method but the properties is an event and returns the effects it has, in order.
 
     `schedule` is an event of its own, so that a shell can take in all that has arrived before a plan
-    is made. `clock` gives seconds, monotonic.
+    is made. `clock` gives seconds, monotonic, `wall_clock` those since 1970; `services` tells of this process and
+    its executor to those who watch.
     """
 
-    def __init__(self, settings: SchedulerSettings, incarnation: int, clock: Callable[[], float]) -> None:
-        self.state = SchedulerState(settings)
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        incarnation: int,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float] = time.time,
+        services: Callable[[], list[WatchedService]] = list,
+    ) -> None:
+        self.state = SchedulerState(settings, clock)
         self.ledger = Ledger()
         self.draining = False
         self._settings = settings
@@ -79,6 +94,7 @@ class SchedulerCore:
         self._takeovers = 0  # asked for and not granted yet
         self._owes_erasing = False  # what the next executor offers is not to be believed
         self._vocabularies = Vocabularies()
+        self._watchers = Watchers(self.state, incarnation, clock, wall_clock, services)
         self._effects: list[Effect] = []
         # The executor that takes plans, or took them last, and since when none does.
         self._executor_incarnation = 0
@@ -107,6 +123,8 @@ class SchedulerCore:
         times = [o.down_since + grace for o in self.ledger.owners.values() if o.down_since is not None]
         if self._no_executor_since is not None and self.num_unfinished:
             times.append(self._no_executor_since + self._settings.recovery_deadline)
+        if (at := self._watchers.next_at) is not None:
+            times.append(at)
         return min(times, default=None)
 
     @property
@@ -127,6 +145,7 @@ class SchedulerCore:
 
     def owner_down(self, key: Hashable) -> list[Effect]:
         """Its requests run on for the grace; another owner may add them and so take them over."""
+        self._set_watch(key, Watch(0))
         owner = self.ledger.owners.get(key)
         if owner is not None:
             owner.down_since = self._clock()
@@ -148,6 +167,13 @@ class SchedulerCore:
                 for request_id in list(owner.request_ids):
                     self._drop(self.ledger.groups[request_id])
                 self._forget_owner_without_requests(owner)
+        self._effects += self._watchers.take()
+        return self._take_effects()
+
+    def watch(self, key: Hashable, message: Watch) -> list[Effect]:
+        """The owner wants to be told what happens, or no more."""
+        self._set_watch(key, message)
+        self._effects += self._watchers.take()
         return self._take_effects()
 
     # --- requests ---------------------------------------------------------------------------------
@@ -244,6 +270,7 @@ class SchedulerCore:
 
     def executor_down(self, *, planned: bool = False) -> list[Effect]:
         """It is gone. `planned`: it was asked to leave, so nothing is to blame."""
+        self.state.metrics.executor_losses += self.state.epoch is not None
         if not planned:
             self._lost_in_flight |= self._in_flight()
         self.state.lose_executor()
@@ -262,6 +289,7 @@ class SchedulerCore:
             _log.warning("a grant that was not asked for is ignored", epoch=message.epoch)
             return []
         self._takeovers = max(0, self._takeovers - 1)
+        self.state.metrics.takeovers += 1
         if epoch is not None:
             self.state.lose_executor()
         hashes, block_ids = message.block_hashes, list[int]()
@@ -279,6 +307,8 @@ class SchedulerCore:
             self._owes_erasing = False
         self._tell(self._vocabularies.parts())
         self.state.granted(message.epoch, block_ids, block_hashes)
+        if self.state.recorder is not None:
+            self._effects.append((EXECUTOR, WatchSteps(True)))
         self.executor_stands_still(False)
         return self._take_effects()
 
@@ -296,7 +326,14 @@ class SchedulerCore:
             else:
                 self._fail(group, ErrorCode.INTERNAL, reason)
         self._effects.extend((group.owner.key, logprobs) for group, logprobs in update.prompt_logprobs)
+        if self.state.recorder is not None:
+            self.state.recorder.updated()
         return self._take_effects()
+
+    def step_timed(self, message: StepTimed) -> None:
+        """Where the time of the step went whose result comes next."""
+        if self.state.recorder is not None:
+            self.state.recorder.timed(message)
 
     def plan_refused(self, message: PlanRefused) -> list[Effect]:
         if message.epoch == self.state.epoch:
@@ -313,9 +350,26 @@ class SchedulerCore:
         """Makes plans until two are in flight or there is nothing to compute."""
         state = self.state
         if state.epoch is not None:
-            while len(state.in_flight) < MAX_PLANS_IN_FLIGHT and (plan := self._scheduler.schedule()) is not None:
-                self._effects.append((EXECUTOR, plan))
+            plan = self._scheduler.schedule if state.recorder is None else self._plan_noted
+            while len(state.in_flight) < MAX_PLANS_IN_FLIGHT and (message := plan()) is not None:
+                self._effects.append((EXECUTOR, message))
+        if state.recorder is not None:
+            self._effects += self._watchers.take()
         return self._take_effects()
+
+    def _plan_noted(self) -> StepPlan | None:
+        started = self._clock()
+        message = self._scheduler.schedule()
+        if message is not None and self.state.recorder is not None:
+            self.state.recorder.planned(self.state.in_flight[-1], message, started)
+        return message
+
+    def _set_watch(self, key: Hashable, message: Watch) -> None:
+        before = self.state.recorder
+        self._watchers.watch(key, message)
+        after = self.state.recorder
+        if (before is None) != (after is None) and self.state.epoch is not None:
+            self._effects.append((EXECUTOR, WatchSteps(after is not None)))
 
     # --- adding -----------------------------------------------------------------------------------
 
@@ -330,9 +384,11 @@ class SchedulerCore:
         if known is not None:
             self._drop(known)
         if failed is not None:
+            self.state.metrics.requests_failed += 1
             self._effects.append((owner.key, failed))
             return
         self._arrivals += 1
+        self.state.metrics.requests_added += 1
         group = RequestGroup(message, owner, self._arrivals, self._clock())
         self.ledger.add(group)
         for past in message.choices:
@@ -341,6 +397,7 @@ class SchedulerCore:
 
     def _add_again(self, group: RequestGroup, owner: Owner, message: NewRequest) -> None:
         """Sends what the owner lacks; where its past is no prefix of what is known, the past wins."""
+        self.state.metrics.requests_added_again += 1
         self.ledger.move(group, owner, message.attempt)
         pasts = {past.index: past for past in message.choices}
         for index in [index for index in group.choices if index not in pasts]:
@@ -413,6 +470,7 @@ class SchedulerCore:
             self._forget_owner_without_requests(group.owner)
 
     def _fail(self, group: RequestGroup, code: ErrorCode, message: str, field: str = "") -> None:
+        self.state.metrics.requests_failed += 1
         _log.warning("request failed", request_id=group.request_id, code=code.name, reason=message)
         self._effects.append((group.owner.key, Failed(group.request_id, group.attempt, code, message, field)))
         self._drop(group)
@@ -439,6 +497,7 @@ class SchedulerCore:
 
     def _ask_again(self, reason: str) -> None:
         """The executor's rows are not what they are held to be: start over with it."""
+        self.state.metrics.steps_failed += 1
         _log.warning("taking the executor over again", reason=reason)
         self.state.lose_executor()
         self._take_over()

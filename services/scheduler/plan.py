@@ -128,6 +128,7 @@ def new_row(request: Request, num_computed_tokens: int) -> NewRow:
         prompt_logprobs_start=group.next_prompt_logprob if request.wants_prompt_logprobs else -1,
         write_prefix_cache=group.write_prefix_cache,
         vocabulary=group.vocabulary,
+        trace_context=group.trace_context,
     )
 
 

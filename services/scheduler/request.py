@@ -10,6 +10,7 @@ import msgspec
 
 from quartet.shared.block_hash import block_hash, hash_root, pack_token_ids
 from quartet.shared.messages import ChoicePast, FinishReason, NewRequest, Output, TokenLogprobs
+from quartet.shared.trace_context import checked
 
 if TYPE_CHECKING:
     from quartet.services.scheduler.free_block_queue import KVCacheBlock
@@ -60,6 +61,7 @@ class RequestGroup:
         self.read_prefix_cache = message.read_prefix_cache
         self.write_prefix_cache = message.write_prefix_cache
         self.vocabulary = message.vocabulary
+        self.trace_context = checked(message.trace_context)
         self.hash_root = hash_root([("cache_salt", message.cache_salt)] if message.cache_salt else [])
         self.stop_ids = frozenset(self.eos_token_ids).union(message.sampling.stop_token_ids)
         self.choices: dict[int, Request] = {}
@@ -105,14 +107,17 @@ class Request:
     hash_edge             the number of returned tokens at which another block is full
     last_plan             sequence number of the last plan that names it; -1 before the first
     scoring               the finish that was known beforehand: it runs only for its prompt logprobs
+    queued_at, admitted_at, first_token_at, stopped_at, num_computed_before     for metrics alone
     """
 
     __slots__ = (
+        "admitted_at",
         "attempt",
         "block_hashes",
         "blocks",
         "death_position",
         "finish_reason",
+        "first_token_at",
         "flow",
         "group",
         "hash_edge",
@@ -123,6 +128,7 @@ class Request:
         "names_blocks",
         "next_edge",
         "num_cached_tokens",
+        "num_computed_before",
         "num_computed_tokens",
         "num_deaths",
         "num_hashed_blocks",
@@ -132,12 +138,14 @@ class Request:
         "outbox",
         "output_logprobs",
         "policy_key",
+        "queued_at",
         "req_index",
         "request_id",
         "scoring",
         "status",
         "stop_ids",
         "stop_reason",
+        "stopped_at",
         "token_ids",
         "was_scheduled",
     )
@@ -176,6 +184,11 @@ class Request:
         self.next_edge = 0
         self.hash_edge = NEVER
         self.last_position = self.num_prompt_tokens + self.max_tokens - 1
+        self.queued_at = group.arrived_at
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+        self.stopped_at: float | None = None
+        self.num_computed_before = 0
 
     def __repr__(self) -> str:
         return f"Request({self.request_id:016x}/{self.index} {self.status.name} {len(self.token_ids)} tokens)"

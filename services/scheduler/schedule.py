@@ -52,6 +52,7 @@ class StepScheduler:
             prefill.request.last_plan = in_flight.sequence
         state.in_flight.append(in_flight)
         state.totals.steps += 1
+        state.metrics.iteration_tokens.observe(in_flight.num_tokens)
         return message
 
     def _schedule_batch(self, plan: PlanBuilder) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import time
 from collections.abc import Hashable
 
+from quartet.services.scheduler import metrics
 from quartet.services.scheduler.core import EXECUTOR, Effect, SchedulerCore
 from quartet.services.scheduler.settings import SchedulerSettings
 from quartet.shared.config import version
-from quartet.shared.link import Peer
+from quartet.shared.link import Link, Peer
 from quartet.shared.liveness import StatusFile, status_path
 from quartet.shared.log import get_logger
 from quartet.shared.messages import (
@@ -29,9 +31,14 @@ from quartet.shared.messages import (
     Role,
     StepFailed,
     StepResult,
+    StepTimed,
     Vocabulary,
+    Watch,
+    WatchedService,
 )
+from quartet.shared.metrics import Collector, MetricsServer, service_source
 from quartet.shared.signals import stop_on_signals
+from quartet.shared.tracing import make_tracer
 from quartet.shared.transport import AddressInUse, Binder, Identity, Status
 
 # Outputs are made and dropped by the thousand and hold no cycles; the default wakes the collector for each few.
@@ -48,7 +55,7 @@ class SchedulerService:
     def __init__(self, settings: SchedulerSettings) -> None:
         name = settings.name or f"scheduler-{os.getpid()}"
         self.identity = Identity(Role.SCHEDULER, name, version=version())
-        self.core = SchedulerCore(settings, self.identity.incarnation, time.monotonic)
+        self.core = SchedulerCore(settings, self.identity.incarnation, time.monotonic, services=self._services)
         self.executor: Peer | None = None
         self.drained = asyncio.Event()
         self.leaving = False
@@ -102,6 +109,21 @@ class SchedulerService:
         # With plans in flight it is the executor that owes progress.
         owes = self.ready and not self.core.num_in_flight
         return Status(self._progress, self.core.num_unfinished if owes else 0, self.ready, self.leaving)
+
+    def _services(self) -> list[WatchedService]:
+        identity, peer = self.identity, self.executor
+        found = [
+            WatchedService(
+                identity.role, identity.name, identity.incarnation, identity.version, self.ready, self.leaving, False
+            )
+        ]
+        if peer is not None:
+            found.append(
+                WatchedService(
+                    peer.role, peer.name, peer.incarnation, peer.version, peer.ready, peer.draining, peer.stalled
+                )
+            )
+        return found
 
     @property
     def ready(self) -> bool:
@@ -239,6 +261,8 @@ class _TokenizerSide:
                 effects = core.reset_prefix_cache(peer, message)
             case Vocabulary():
                 effects = core.vocabulary(message)
+            case Watch():
+                effects = core.watch(peer, message)
             case _:
                 _log.warning("unexpected message from a tokenizer", message=type(message).__name__)
                 return
@@ -288,6 +312,9 @@ class _ExecutorSide:
         match message:
             case StepResult():
                 effects = service.core.step_result(message)
+            case StepTimed():
+                service.core.step_timed(message)
+                return
             case Granted():
                 effects = service.core.granted(message)
             case PlanRefused():
@@ -317,11 +344,27 @@ def _role(hello: Hello) -> str:
     return hello.role.name.lower()
 
 
+def _metrics_server(settings: SchedulerSettings, service: SchedulerService) -> MetricsServer:
+    core = service.core
+
+    def links() -> list[tuple[str, Link]]:
+        return [("tokenizer", service.tokenizer_link.link), ("executor", service.executor_link.link)]
+
+    def num_retained() -> int:
+        return max(0, sum(len(group.choices) for group in list(core.ledger.groups.values())) - core.num_unfinished)
+
+    sources = (service_source(service.identity, links), functools.partial(metrics.tell, core.state, num_retained))
+    collector = Collector(sources, lambda: core.state.model.name if core.state.model is not None else settings.model)
+    return MetricsServer(settings.metrics_address, collector)
+
+
 async def serve(settings: SchedulerSettings) -> int:
     """Runs until SIGTERM or SIGINT, then until the running requests have ended; returns the exit code.
     A second signal ends the process at once."""
     stop = stop_on_signals()
     service = SchedulerService(settings)
+    tracer = service.core.state.tracer = make_tracer("scheduler", settings.name, settings.otlp_endpoint)
+    metrics_server = _metrics_server(settings, service)
     stopping = asyncio.ensure_future(stop.wait())
     starting = asyncio.ensure_future(service.start())
     try:
@@ -330,6 +373,8 @@ async def serve(settings: SchedulerSettings) -> int:
             starting.cancel()
             return 0
         await starting
+        # Not before: the port is the other scheduler's until it has left.
+        metrics_server.start()
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
@@ -354,4 +399,7 @@ async def serve(settings: SchedulerSettings) -> int:
         return 1
     finally:
         stopping.cancel()
+        metrics_server.close()
         service.close()
+        if tracer is not None:
+            tracer.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quartet.services.scheduler.free_block_queue import KVCacheBlock
 from quartet.services.scheduler.kv_cache_manager import KVCacheManager
+from quartet.services.scheduler.metrics import SchedulerMetrics
 from quartet.services.scheduler.plan import PlanInFlight
 from quartet.services.scheduler.policies import Policy
 from quartet.services.scheduler.policies.load import load_policy
@@ -14,10 +17,12 @@ from quartet.services.scheduler.queue import RequestQueue
 from quartet.services.scheduler.request import Request, RequestStatus
 from quartet.services.scheduler.rows import Rows
 from quartet.shared.log import get_logger
-from quartet.shared.messages import FinishReason, ModelInfo
+from quartet.shared.messages import FinishReason, ModelInfo, RequestEvent
 
 if TYPE_CHECKING:
+    from quartet.services.scheduler.recorder import Recorder
     from quartet.services.scheduler.settings import SchedulerSettings
+    from quartet.shared.tracing import Tracer
 
 # A request that has died so often without passing where it died before runs alone until it does.
 MAX_DEATHS = 2
@@ -45,10 +50,13 @@ class SchedulerState:
     died         unfinished requests that have not passed yet where they last died with an executor
     suspects     those of them that have died MAX_DEATHS times
     last_plan, last_returned   sequence numbers of plans, rising through all epochs
+    recorder     notes what happens while somebody watches
     """
 
-    def __init__(self, settings: SchedulerSettings) -> None:
+    def __init__(self, settings: SchedulerSettings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
+        self.metrics = SchedulerMetrics(clock)
+        self.tracer: Tracer | None = None
         self.policy = load_policy(settings.policy, settings.policy_options)
         self.policy_counts_tokens = type(self.policy).served is not Policy.served
         self.waiting = RequestQueue(self.policy)
@@ -68,6 +76,7 @@ class SchedulerState:
         self.max_num_batched_tokens = settings.max_num_batched_tokens
         self.kv = KVCacheManager(0, 1, settings.enable_prefix_caching)
         self.rows = Rows(0)
+        self.recorder: Recorder | None = None
 
     def configure(self, model: ModelInfo) -> None:
         """Fits everything to an executor. Nothing may be running."""
@@ -83,6 +92,8 @@ class SchedulerState:
         )
         self.kv = KVCacheManager(model.num_blocks, model.block_size, settings.enable_prefix_caching)
         self.rows = Rows(self.max_num_seqs)
+        if self.recorder is not None:
+            self.recorder.start_over()
 
     @property
     def num_unfinished(self) -> int:
@@ -90,6 +101,10 @@ class SchedulerState:
 
     def enqueue(self, request: Request, *, came_back: bool) -> None:
         """`came_back`: it has been running already, here or at another scheduler, and goes first."""
+        if self.recorder is not None:
+            was_running = request.status is RequestStatus.RUNNING
+            self.recorder.happened(request, RequestEvent.PREEMPTED if was_running else RequestEvent.QUEUED)
+        self.metrics.queued(request)
         request.status = RequestStatus.PREEMPTED if came_back else RequestStatus.WAITING
         self.policy.waits(request)
         (self.preempted if came_back else self.waiting).add(request)
@@ -102,6 +117,11 @@ class SchedulerState:
         self.kv.take_computed_blocks(request, computed_blocks)
         self.running[request] = None
         self.prefilling[request] = None
+        if self.recorder is not None:
+            self.recorder.admitted(request)
+        self.metrics.admitted(request, first=not request.was_scheduled)
+        if self.tracer is not None:
+            self._trace_queue(request, self.tracer)
         if not request.was_scheduled:
             request.was_scheduled = True
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -124,6 +144,7 @@ class SchedulerState:
 
     def preempt(self, request: Request) -> None:
         """Takes its row and blocks; it will be computed again. Tokens in flight still count."""
+        self.metrics.stopped(request)
         self._stop(request)
         request.num_preemptions += 1
         self.totals.preemptions += 1
@@ -131,6 +152,10 @@ class SchedulerState:
 
     def finish(self, request: Request, finish_reason: FinishReason, stop_reason: int | None) -> None:
         """Ends it for good; its ids are retained."""
+        if self.recorder is not None and request.status < RequestStatus.FINISHED:
+            self.recorder.happened(request, RequestEvent.FINISHED)
+        if request.status < RequestStatus.FINISHED:
+            self.metrics.finished(request)
         self._leave(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = finish_reason
@@ -138,6 +163,8 @@ class SchedulerState:
 
     def drop(self, request: Request) -> None:
         """Ends it without a trace."""
+        if self.recorder is not None and request.status < RequestStatus.FINISHED:
+            self.recorder.happened(request, RequestEvent.DROPPED)
         self._leave(request)
         request.status = RequestStatus.DROPPED
 
@@ -149,11 +176,15 @@ class SchedulerState:
         self.rows = Rows(self.max_num_seqs)
         self.kv.pool.reset()
         for request in self.running:
+            self.metrics.stopped(request)
             self.kv.forget(request)
             request.req_index = -1
             self.enqueue(request, came_back=True)
         self.running.clear()
         self.prefilling.clear()
+        if self.recorder is not None:
+            self.recorder.lost_steps()
+            self.recorder.start_over()
 
     def granted(self, epoch: int, block_ids: list[int], block_hashes: list[bytes]) -> None:
         """An executor takes plans from step 0 on, and has these blocks in KV memory."""
@@ -161,6 +192,8 @@ class SchedulerState:
         self.next_step_id = 0
         if self.settings.enable_prefix_caching:
             self.kv.pool.adopt(block_ids, block_hashes)
+        if self.recorder is not None:
+            self.recorder.start_over()
 
     def count_death(self, request: Request, position: int) -> None:
         """It was in a plan that died with its executor, which would have computed it up to `position`."""
@@ -175,6 +208,18 @@ class SchedulerState:
         request.num_deaths = 0
         del self.died[request]
         self.suspects.pop(request, None)
+
+    def _trace_queue(self, request: Request, tracer: Tracer) -> None:
+        now = self.metrics.clock()
+        attributes = {
+            "gen_ai.request.id": f"{request.request_id:016x}",
+            "gen_ai.latency.time_in_queue": now - request.queued_at,
+            "quartet.choice": request.index,
+            "quartet.attempt": request.attempt,
+            "quartet.num_cached_tokens": request.num_computed_tokens,
+            "quartet.num_preemptions": request.num_preemptions,
+        }
+        tracer.record("queue", request.group.trace_context, request.queued_at, now, attributes)
 
     def _leave(self, request: Request) -> None:
         self.died.pop(request, None)

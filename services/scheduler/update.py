@@ -55,6 +55,8 @@ def apply_result(state: SchedulerState, result: StepResult) -> StepUpdate:
     state.in_flight.popleft()
     state.last_returned = plan.sequence
     state.rows.release(plan.removed)
+    if state.recorder is not None:
+        state.recorder.returned(plan)
     update = StepUpdate()
     if result.errors or FAILED_TOKEN_ID in token_ids:
         _fail_rows(plan, result, sampling, token_ids, update)
@@ -68,7 +70,9 @@ def apply_result(state: SchedulerState, result: StepResult) -> StepUpdate:
         _acquit(state, plan)
     if state.policy_counts_tokens:
         state.policy.served([r for r in sampling if _gets_token(r, update)])
+    num_output_tokens = state.totals.output_tokens
     _append_tokens(state, sampling, token_ids, itertools.repeat(None) if logprobs is None else logprobs, update)
+    state.metrics.returned(plan, state.totals.output_tokens - num_output_tokens)
     return update
 
 
