@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+from playwright import sync_api
 from support.page_server import page_server
 
 DESKTOP = {"width": 1280, "height": 860}
@@ -25,7 +26,6 @@ def find_chromium():
 
 @pytest.fixture(scope="session")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     sync_api.expect.set_options(timeout=TIMEOUT)
     path = find_chromium()
     if path is None:

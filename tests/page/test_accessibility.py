@@ -1,11 +1,10 @@
 """axe's rules on both views, in both themes."""
 
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 from support.live_script import Script
 from support.page_server import page_server
-
-axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -21,7 +20,7 @@ def test_axe_finds_nothing(open_page, scheme, view):
             expect(page.locator("article.assistant")).not_to_have_attribute("aria-busy", "true")
         else:
             page.locator(".request").first.click()
-        results = axe.Axe().run(page)
+        results = Axe().run(page)
         found = [
             (violation["id"], [(node["html"][:100], node["failureSummary"][:300]) for node in violation["nodes"][:3]])
             for violation in results.response["violations"]
