@@ -1,6 +1,6 @@
 # make up        install, fetch the model, start all four services and stream a first answer
-# make test      the tests (minutes);  make test-full  with the long ones
-# make test-docker  the containers: built, started, killed, cut off, replaced under load (ten minutes; docs/containers.md)
+# make test      the tests (minutes), a file on each core;  make test-full  with the long ones, one after the other
+# make test-docker  the containers: built, started, killed, cut off, replaced under load (about ten minutes; docs/containers.md)
 # make test-page the page in a browser (apt-get install chromium, or QUARTET_CHROMIUM=...; two minutes)
 # make lint      format, lint, types, the import law, generated code
 # make fuzz      a million mutated frames over every socket (a quarter of an hour)
@@ -25,8 +25,11 @@ up: $(VENV)/.run
 
 install: $(VENV)/.run
 
+# Files in their order, which puts those of short tests last, so that no core waits long for another at the end.
+IN_PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not slow and not gpu and not docker and not page" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu and not docker and not page" $(IN_PARALLEL) $(ARGS)
 
 # In a browser: Chromium is found on the PATH, or named by QUARTET_CHROMIUM.
 test-page: $(VENV)/.dev
@@ -44,6 +47,7 @@ lint: $(VENV)/.dev types
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/lint_imports.py
 	$(BIN)/python tools/generate_pb.py --check
+	$(BIN)/python tools/generate_settings_docs.py --check
 
 # The packages' import names differ from their folders; mypy sees them under these links.
 types: $(VENV)/.dev
