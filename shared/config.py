@@ -19,7 +19,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 
@@ -274,6 +274,22 @@ def build_parser(
     return parser
 
 
+class SettingText(NamedTuple):
+    """A setting for people: what it may be, its limits ("" for none), its default, what it is for."""
+
+    values: str
+    limits: str
+    default: str
+    description: str
+
+
+def describe_setting(field: msgspec.structs.FieldInfo) -> SettingText:
+    kind, meta = _unwrap(field.type)
+    values = ", ".join(map(str, typing.get_args(kind))) if typing.get_origin(kind) is Literal else _VALUES[_metavar(kind)]
+    description = meta.description if meta is not None and meta.description else ""
+    return SettingText(values, _limits(kind, meta), _show_default(field), description)
+
+
 def version() -> str:
     try:
         return importlib.metadata.version("quartet")
@@ -337,6 +353,9 @@ def _metavar(kind: Any) -> str:
     if any(typing.get_origin(option) is list for option in options):
         return "A,B,..."
     return {int: "INT", float: "NUMBER", bool: "true|false"}.get(options[0], "TEXT")
+
+
+_VALUES = {"INT": "integer", "NUMBER": "number", "true|false": "true, false", "TEXT": "text", "A,B,...": "list"}
 
 
 def _show_default(field: Any) -> str:

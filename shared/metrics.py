@@ -73,18 +73,18 @@ class Families:
     def __iter__(self) -> Any:
         return iter(self._families.values())
 
-    def counter(self, name: str, about: str, value: float, **labels: str) -> None:
+    def counter(self, name: str, about: str, value: float, /, **labels: str) -> None:
         """Is told as `name`_total."""
         from prometheus_client.core import CounterMetricFamily
 
         self._family(CounterMetricFamily, name, about, labels).add_metric(self._values(labels), value)
 
-    def gauge(self, name: str, about: str, value: float, **labels: str) -> None:
+    def gauge(self, name: str, about: str, value: float, /, **labels: str) -> None:
         from prometheus_client.core import GaugeMetricFamily
 
         self._family(GaugeMetricFamily, name, about, labels).add_metric(self._values(labels), value)
 
-    def histogram(self, name: str, about: str, histogram: Histogram, **labels: str) -> None:
+    def histogram(self, name: str, about: str, histogram: Histogram, /, **labels: str) -> None:
         from prometheus_client.core import HistogramMetricFamily
         from prometheus_client.utils import floatToGoString
 
@@ -132,6 +132,14 @@ def registry(collector: Collector) -> CollectorRegistry:
     ProcessCollector(registry=made)
     made.register(collector)
     return made
+
+
+def exposition(collector: Collector, accept: str) -> tuple[bytes, str]:
+    """All metrics in the format that a scraper asks for, and its content type."""
+    from prometheus_client.exposition import choose_encoder
+
+    encode, content_type = choose_encoder(accept)
+    return encode(registry(collector)), content_type
 
 
 class MetricsServer:

@@ -92,6 +92,8 @@ def child_commands(settings: ServeSettings, arguments: ServeArguments, run_dir: 
         common += ["--log-level", settings.log_level]
     if "--log-format" in given:
         common += ["--log-format", settings.log_format]
+    if "--otlp-endpoint" in given:
+        common += ["--otlp-endpoint", settings.otlp_endpoint]
     if "--config" in given:
         common += ["--config", flag_value(arguments.own, "--config") or ""]
     python = [sys.executable, "-m"]

@@ -8,7 +8,7 @@ import sys
 import uvloop
 
 from quartet.services.gateway.settings import GatewaySettings
-from quartet.shared.config import load_settings
+from quartet.shared.config import EXIT_SETTINGS_ERROR, SettingsError, load_settings
 from quartet.shared.log import configure_logging
 
 
@@ -27,6 +27,9 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         return uvloop.run(serve(settings))
+    except SettingsError as error:  # one that takes more than its own text to check
+        print(f"quartet gateway: {error}", file=sys.stderr)
+        return EXIT_SETTINGS_ERROR
     finally:
         flush()
 

@@ -12,6 +12,7 @@ from quartet.services.gateway.tokenizer import Peer
 from quartet.shared.messages import Attach, Attached, ErrorCode, Submit, TokensPrompt
 from quartet.shared.received import are_token_ids
 from quartet.shared.sampling_params import MAX_TOKEN_ID, NO_CAPS, InvalidField, TextParams, validate, validate_tools
+from quartet.shared.trace_context import checked
 
 
 class Search:
@@ -178,6 +179,7 @@ def _stream_of(submit: Submit, search: Search) -> Stream:
         tools=submit.tools,
         read_prefix_cache=submit.read_prefix_cache,
         write_prefix_cache=submit.write_prefix_cache,
+        trace_context=checked(submit.trace_context),
     )
-    stream.accepted = True
+    stream.accepted = stream.adopted = True
     return stream

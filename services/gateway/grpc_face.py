@@ -22,6 +22,7 @@ from quartet.services.gateway.bind import BindError
 from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.events import StreamError
 from quartet.services.gateway.grpc_auth import ApiKeyInterceptor
+from quartet.services.gateway.metrics import GatewayMetrics
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.services.gateway.stream_table import StreamTable
 from quartet.services.gateway.subscription import Subscription
@@ -40,6 +41,7 @@ from quartet.shared.messages import (
 from quartet.shared.pb import inference_pb2 as pb
 from quartet.shared.pb import inference_pb2_grpc as pb_grpc
 from quartet.shared.sampling_params import InvalidField
+from quartet.shared.trace_context import checked, client_trace
 
 SERVICE = "inference.v1.InferenceService"
 RETRY_AFTER = "retry-after-ms"
@@ -193,8 +195,18 @@ async def _abort(context: Context, error: InvalidField | StreamError) -> NoRetur
     await context.abort(_STATUS[int(error.code)], convert.status_message(error), metadata)
 
 
+def _code_name(context: Any) -> str:
+    code = context.code()
+    found = code if isinstance(code, grpc.StatusCode) else _STATUS.get(int(code or 0), grpc.StatusCode.UNKNOWN)
+    return str(found.name)
+
+
 class _ErrorLog(grpc.aio.ServerInterceptor):
-    """An unexpected exception is an INTERNAL status for the client and a traceback for the operator."""
+    """An unexpected exception is an INTERNAL status for the client and a traceback for the operator. Counts calls by
+    how they end, and notes the client's trace."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
 
     async def intercept_service(
         self,
@@ -206,14 +218,26 @@ class _ErrorLog(grpc.aio.ServerInterceptor):
             return handler
         inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
+        method = handler_call_details.method.rpartition("/")[2]
+        metadata = handler_call_details.invocation_metadata or ()
+        traceparent = checked(next((value for name, value in metadata if name == "traceparent"), ""))
+
         async def guarded(request: ProtoMessage, context: Context) -> Any:
+            client_trace.set(traceparent)
+            code = grpc.StatusCode.CANCELLED.name
             try:
-                return await inner(request, context)
+                answer = await inner(request, context)
+                code = grpc.StatusCode.OK.name
+                return answer
             except grpc.aio.AbortError:
+                code = _code_name(context)
                 raise
             except Exception:
+                code = grpc.StatusCode.INTERNAL.name
                 _log.exception("call failed", method=handler_call_details.method)
                 await context.abort(grpc.StatusCode.INTERNAL, "internal error; the gateway's log tells more")
+            finally:
+                self._metrics.grpc_calls[method, code] += 1
 
         kind = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
@@ -241,7 +265,7 @@ class GrpcFace:
         address = self._settings.grpc_address
         _refuse_live_socket(address)
         server = grpc.aio.server(
-            interceptors=[ApiKeyInterceptor(self._credentials.keys), _ErrorLog()],
+            interceptors=[ApiKeyInterceptor(self._credentials.keys), _ErrorLog(self._table.metrics)],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", self._settings.max_receive_message_bytes),

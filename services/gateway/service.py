@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib.util
 import resource
 import signal
 import socket
 
+from quartet.services.gateway import metrics
 from quartet.services.gateway.bind import BindError
 from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.grpc_face import GrpcFace
@@ -17,8 +20,10 @@ from quartet.shared.config import version
 from quartet.shared.link import Peer
 from quartet.shared.liveness import StatusFile, status_path
 from quartet.shared.log import get_logger
-from quartet.shared.messages import AnyMessage, Role
+from quartet.shared.messages import AnyMessage, Role, WatchedService
+from quartet.shared.metrics import Collector, MetricsServer, service_source
 from quartet.shared.signals import stop_on_signals
+from quartet.shared.tracing import make_tracer
 from quartet.shared.transport import Binder, Identity, Status, ipc_address
 
 TICK = 0.2
@@ -59,6 +64,23 @@ class Gateway:
             curve_keys=settings.curve_keys,
         )
         self._health_changed = asyncio.Event()
+        sources = (
+            service_source(identity, lambda: [("tokenizer", self.link.link)]),
+            functools.partial(metrics.tell, self.table),
+        )
+        collector = Collector(sources, self._model_name)
+        self.table.metrics.model_name = self._model_name
+        self.http.api.collector = collector if importlib.util.find_spec("prometheus_client") else None
+        self._metrics_server = MetricsServer(settings.metrics_address, collector)
+        self.table.live.gateway = lambda: WatchedService(
+            identity.role,
+            identity.name,
+            identity.incarnation,
+            identity.version,
+            self.table.ready,
+            self.table.draining,
+            False,
+        )
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then lets running streams end. Raises OSError when an address
@@ -69,6 +91,7 @@ class Gateway:
             self.link.start()
             await self.face.start()
             await self.http.start()
+            self._metrics_server.start()
             _log.info(
                 "serving",
                 grpc_address=self._settings.grpc_address,
@@ -83,8 +106,11 @@ class Gateway:
                     loop.cancel()
         finally:
             await asyncio.gather(self.face.stop(STOP_GRACE), self.http.stop(STOP_GRACE))
+            self._metrics_server.close()
             self.link.close()
             self._status_file.remove()
+            if self.table.metrics.tracer is not None:
+                self.table.metrics.tracer.close()
 
     # --- the link's handler ---
 
@@ -104,6 +130,13 @@ class Gateway:
         self.table.on_message(peer, message)
 
     # --- inside ---
+
+    def _model_name(self) -> str:
+        """As HTTP clients call it."""
+        if self._settings.served_model_names:
+            return self._settings.served_model_names[0]
+        models = (tokenizer.peer.model for tokenizer in list(self.table.tokenizers.values()))
+        return next((model.name for model in models if model is not None), self._settings.model)
 
     def _status(self) -> Status:
         # A gateway asks and owes its tokenizers nothing, so nothing is outstanding.
@@ -127,6 +160,7 @@ class Gateway:
 
     async def _drain(self) -> None:
         self.table.draining = True
+        self.table.live.end_all()
         self._health_changed.set()
         self.link.announce()
         deadline = asyncio.get_running_loop().time() + self._settings.drain_timeout
@@ -140,7 +174,9 @@ async def serve(settings: GatewaySettings) -> int:
     """Runs the gateway until SIGTERM or SIGINT; returns the exit code. A second signal ends it at once."""
     stop = stop_on_signals()
     _allow_files(2 * settings.max_connections + 1024)
+    tracer = make_tracer("gateway", settings.name, settings.otlp_endpoint)
     gateway = Gateway(settings)
+    gateway.table.metrics.tracer = tracer
     if gateway.credentials.files:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.credentials.reload)
     try:

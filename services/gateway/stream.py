@@ -11,6 +11,8 @@ from quartet.shared.received import are_logprobs, are_token_ids
 from quartet.shared.sampling_params import SamplingParams, TextParams, ToolParams
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from quartet.services.gateway.subscription import Subscription
     from quartet.services.gateway.tokenizer import Peer, Tokenizer
     from quartet.shared.messages import Abort
@@ -35,6 +37,7 @@ class Stream:
         tools: ToolParams | None = None,
         read_prefix_cache: bool = True,
         write_prefix_cache: bool = True,
+        trace_context: str = "",
     ) -> None:
         self.request_id = request_id
         self.attempt = 0
@@ -50,6 +53,7 @@ class Stream:
         self.tools = tools
         self.read_prefix_cache = read_prefix_cache
         self.write_prefix_cache = write_prefix_cache
+        self.trace_context = trace_context
         self.detach_grace = detach_grace
         self.prompt_logprobs_base = prompt_logprobs_start
         self.prompt_logprobs: list[TokenLogprobs | None] = []
@@ -65,6 +69,12 @@ class Stream:
         self.gaps = 0
         self.subscription: Subscription | None = None
         self.detached_at: float | None = None
+        # For metrics and traces.
+        self.adopted = False
+        self.opened_at = 0.0
+        self.first_token_at: float | None = None
+        self.num_submits = 0
+        self.span: Span | None = None
         self.finished = False
         self.error: StreamError | None = None
 
@@ -78,6 +88,7 @@ class Stream:
 
     def submit(self, attempt: int) -> Submit:
         self.attempt = attempt
+        self.num_submits += 1
         return Submit(
             self.request_id,
             attempt,
@@ -92,6 +103,7 @@ class Stream:
             self.tools,
             self.read_prefix_cache,
             self.write_prefix_cache,
+            self.trace_context,
         )
 
     def accept(self, prompt_token_ids: list[int], fingerprints: tuple[str, str] | None) -> None:

@@ -15,6 +15,9 @@ from quartet.services.gateway.attach_search import Search, Searches, taken_over
 from quartet.services.gateway.calls import Calls
 from quartet.services.gateway.choice import Gap, Position
 from quartet.services.gateway.events import RETRY_AFTER_MS, StreamError, unavailable
+from quartet.services.gateway.live.feed import LiveFeed
+from quartet.services.gateway.live.latency import Latencies
+from quartet.services.gateway.metrics import GatewayMetrics
 from quartet.services.gateway.retained import Retained
 from quartet.services.gateway.stream import Stream
 from quartet.services.gateway.subscription import Subscription
@@ -40,7 +43,10 @@ from quartet.shared.messages import (
     PromptLogprobs,
     Release,
     Role,
+    WatchEnded,
+    WatchEvents,
 )
+from quartet.shared.trace_context import client_trace
 
 MAX_GAPS = 3
 
@@ -72,6 +78,10 @@ class StreamTable:
         self.progress = 0
         self.tokenizers: dict[Peer, Tokenizer] = {}
         self.calls = Calls(self._call_peer)
+        self.metrics = GatewayMetrics(clock)
+        self.live = LiveFeed(self, clock, wall_clock)
+        # There while somebody looks.
+        self.latencies: Latencies | None = None
         self._clock = clock
         self._wall_clock = wall_clock
         self._attempt = 0
@@ -110,8 +120,10 @@ class StreamTable:
     def admit(self, count: int) -> None:
         """Raises StreamError when so many further streams would not be opened."""
         if self.draining:
+            self.metrics.rejected(count)
             raise unavailable("the gateway is shutting down")
         if len(self._open) + count > self.limits.max_concurrent_requests:
+            self.metrics.rejected(count)
             raise StreamError(
                 ErrorCode.RESOURCE_EXHAUSTED,
                 f"max_concurrent_requests: {self.limits.max_concurrent_requests} requests are being worked on",
@@ -122,10 +134,14 @@ class StreamTable:
         """Starts the stream that `make` builds for a new request id. Raises StreamError."""
         self.admit(1)
         stream = make(secrets.randbits(64))
+        stream.trace_context = client_trace.get()
+        self.metrics.opened(stream)
         subscription = Subscription(wake, self._close)
         subscription.start_fresh(stream)
         stream.subscription = subscription
         self._open[stream.request_id] = stream
+        if self.latencies is not None:
+            self.latencies.opened(stream.request_id)
         if stream.unfinished == 0:
             stream.accepted = True
             self._finish(stream)
@@ -209,6 +225,7 @@ class StreamTable:
             self._place(stream)
         self._searches.on_down(peer)
         self.calls.on_down(peer)
+        self.live.peers_changed()
 
     def on_status(self, peer: Peer) -> None:
         tokenizer = self.tokenizers.get(peer)
@@ -224,6 +241,7 @@ class StreamTable:
             for stream in list(self._waiting.values()):
                 stream.refused_by.discard(tokenizer)
                 self._place(stream)
+        self.live.peers_changed()
 
     def on_message(self, peer: Peer, message: AnyMessage) -> None:
         tokenizer = self.tokenizers.get(peer)
@@ -247,6 +265,8 @@ class StreamTable:
                 self._on_failed(tokenizer, message)
             case Loads() | Encoded() | Decoded() | PrefixCacheReset() | CallFailed():
                 self.calls.on_answer(peer, message)
+            case WatchEvents() | WatchEnded():
+                self.live.on_message(peer, message)
             case _:
                 _log.warning("unexpected message", peer=peer.name, message=type(message).__name__)
 
@@ -292,7 +312,9 @@ class StreamTable:
             stream.left[stream.tokenizer.peer] = Abort(stream.request_id, stream.attempt)
         self._leave(stream)
         while (tokenizer := self._pick(stream)) is not None:
+            again = stream.num_submits > 0 or stream.adopted
             if tokenizer.peer.send(stream.submit(self._mint_attempt(stream.attempt))):
+                self.metrics.resubmits += again
                 stream.left.pop(tokenizer.peer, None)
                 self._belongs(stream, tokenizer)
                 return
@@ -337,6 +359,7 @@ class StreamTable:
 
     def _resubmit_after_gap(self, stream: Stream) -> None:
         stream.gaps += 1
+        self.metrics.gaps += 1
         _log.warning("gap in a stream", request_id=stream.request_id, gaps=stream.gaps)
         if stream.gaps > MAX_GAPS:
             self._send_abort(stream)
@@ -367,10 +390,13 @@ class StreamTable:
             return
         if size < 0:
             return
+        if self.latencies is not None and delta.token_ids:
+            self.latencies.came(delta.request_id, delta.index, len(delta.token_ids))
         if stream.num_cached_tokens is None and delta.index == stream.first_index:
             # Its first delta tells of the prompt. Later ones may count outputs that were recomputed, and
             # other choices what the first one has just computed.
             stream.num_cached_tokens = delta.num_cached_tokens
+            self.metrics.first_token(stream)
         if stream.gaps or stream.refused_by:
             stream.gaps = 0
             stream.refused_by.clear()
@@ -427,6 +453,7 @@ class StreamTable:
         stream.attempt = attempt
         stream.fingerprints = tokenizer.known_fingerprints
         self._open[stream.request_id] = stream
+        self.metrics.opened(stream, adopted=True)
         self._belongs(stream, tokenizer)
         if stream.unfinished == 0:
             tokenizer.peer.send(Release(stream.request_id, attempt))
@@ -477,6 +504,7 @@ class StreamTable:
     def _finish(self, stream: Stream) -> None:
         self._forget(stream)
         stream.finished = True
+        self.metrics.finished(stream)
         self._retained.add(stream, self._clock())
         _log.debug("request finished", request_id=stream.request_id, attempt=stream.attempt)
         self._wake(stream)
@@ -484,12 +512,15 @@ class StreamTable:
     def _fail(self, stream: Stream, error: StreamError) -> None:
         self._forget(stream)
         stream.error = error
+        self.metrics.failed(stream, error)
         _log.info("request ended", request_id=stream.request_id, code=error.code.name, reason=error.message)
         self._wake(stream)
 
     def _forget(self, stream: Stream) -> None:
         self._abort_left(stream)
         self._leave(stream)
+        if self.latencies is not None:
+            self.latencies.ended(stream.request_id)
         for table in (self._open, self._waiting, self._detached):
             table.pop(stream.request_id, None)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from quartet.services.gateway.http.api import Api
+from quartet.services.gateway.http.errors import ApiError
 from quartet.services.gateway.http.exchange import Exchange
 from quartet.services.gateway.http.messages_api import models as models_api
 from quartet.services.gateway.http.responses import CacheReset, Health, Model, ModelList, Readiness
 from quartet.services.gateway.stream_table import StreamTable
 from quartet.shared.messages import PrefixCacheReset, ResetPrefixCache
+from quartet.shared.metrics import exposition
 
 RETRY_AFTER = (("retry-after", "1"),)
 
@@ -42,6 +46,15 @@ async def reset_prefix_cache(api: Api, exchange: Exchange) -> None:
     """For operators: no prompt finds anything of what has been computed so far."""
     reset = await api.ask(PrefixCacheReset, ResetPrefixCache)
     await exchange.respond(200, msgspec.json.encode(CacheReset(reset.num_blocks)))
+
+
+async def metrics(api: Api, exchange: Exchange) -> None:
+    """For Prometheus. In a thread, since to write it all takes a moment."""
+    if api.collector is None:
+        raise ApiError(404, "there are no metrics: prometheus-client is not installed")
+    accept = (exchange.header(b"accept") or b"").decode("latin-1")
+    body, content_type = await asyncio.to_thread(exposition, api.collector, accept)
+    await exchange.respond(200, body, content_type=content_type.encode())
 
 
 def why_not_ready(table: StreamTable) -> str:

@@ -20,6 +20,7 @@ from quartet.services.gateway.settings import GatewaySettings
 from quartet.services.gateway.stream import Stream
 from quartet.services.gateway.stream_table import StreamTable
 from quartet.shared.messages import Encode, Encoded, Message, ModelInfo, Prompt, TokensPrompt
+from quartet.shared.metrics import Collector
 from quartet.shared.sampling_params import RequestLimits, ToolParams
 
 A = TypeVar("A", bound=Answer)
@@ -34,6 +35,7 @@ class Api:
         self.keys = keys
         self.limits: RequestLimits = settings.request_limits
         self.started_at = int(time.time())
+        self.collector: Collector | None = None
         self._last_model: ModelInfo | None = None
 
     async def ask(self, kind: type[A], make: Callable[[int], Message]) -> A:

@@ -23,10 +23,12 @@ from quartet.services.gateway.http.completions import completions
 from quartet.services.gateway.http.error_forms import error_form, is_anthropic
 from quartet.services.gateway.http.errors import ApiError, ClientLeft, api_error
 from quartet.services.gateway.http.exchange import Exchange
+from quartet.services.gateway.http.live import live
 from quartet.services.gateway.http.messages_api.endpoints import count_tokens, messages
 from quartet.services.gateway.http.responses_api.endpoint import responses
 from quartet.shared.log import get_logger
 from quartet.shared.sampling_params import InvalidField
+from quartet.shared.trace_context import checked, client_trace
 
 # What needs no key: whether the process lives, and nothing else.
 OPEN_PATHS = ("/health",)
@@ -50,11 +52,16 @@ ROUTES: tuple[tuple[str, str, Run], ...] = (
     ("POST", "/reset_prefix_cache", about.reset_prefix_cache),
     ("GET", "/health", about.health),
     ("GET", "/ready", about.ready),
+    ("GET", "/metrics", about.metrics),
+    ("GET", "/live", live),
     ("GET", "/openapi.json", openapi.document),
     ("GET", "/docs", openapi.page),
     ("GET", "/", static.page),
     ("GET", "/page/{name}", static.page),
 )
+
+_PLAIN = frozenset(path for _, path, _ in ROUTES)
+_PREFIXES = [(path.partition("{")[0], path) for _, path, _ in ROUTES if "{" in path]
 
 
 def make_app(api: Api) -> ASGIApp:
@@ -74,15 +81,24 @@ def make_app(api: Api) -> ASGIApp:
     return app
 
 
+def handler(path: str) -> str:
+    """What a path counts as: one of the routes, or "other"."""
+    if path in _PLAIN:
+        return path
+    return next((route for prefix, route in _PREFIXES if path.startswith(prefix)), "other")
+
+
 class Front:
     """Lets in only who has a key, but to see whether the server lives, and gives each response its request id."""
 
     def __init__(self, app: ASGIApp, api: Api) -> None:
         self._app = app
         self._keys = api.keys
+        self._responses = api.table.metrics.http_responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
+        client_trace.set(checked(headers.get(b"traceparent")))
         given = headers.get(b"x-request-id", b"")
         request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16).encode()
 
@@ -92,6 +108,7 @@ class Front:
             if message["type"] == "http.response.start":
                 names = (b"x-request-id", b"request-id") if anthropic else (b"x-request-id",)
                 message["headers"] = [*message["headers"], *((name, request_id) for name in names)]
+                self._responses[scope["method"], handler(scope["path"]), message["status"]] += 1
             await send(message)
 
         exchange = Exchange(scope, receive, send_with_id)

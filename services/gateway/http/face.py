@@ -78,7 +78,8 @@ class HttpFace:
     def __init__(self, table: StreamTable, settings: GatewaySettings, credentials: Credentials) -> None:
         self._settings = settings
         self._credentials = credentials
-        self._app = make_app(Api(table, settings, credentials.keys))
+        self.api = Api(table, settings, credentials.keys)
+        self._app = make_app(self.api)
         self.connections = Connections(settings.max_connections)
         self._sockets: list[socket.socket] = []
         self._server: _Server | None = None
