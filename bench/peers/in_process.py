@@ -37,11 +37,11 @@ class InProcess:
     def run(self, load: Load) -> dict[str, Any]:
         warmups, prompts = workload(load)
         for prompt in warmups:
-            self._generate([prompt], 4)
+            self.generate([prompt], 4)
         results: list[Record] = []
         duration = 0.0
         for first in range(0, len(prompts), load.concurrency):
-            answer = self._generate(prompts[first : first + load.concurrency], load.output_tokens)
+            answer = self.generate(prompts[first : first + load.concurrency], load.output_tokens)
             duration += answer["ended"] - answer["started"]
             for times, counts in zip(answer["times"], answer["counts"], strict=True):
                 result = Record(answer["started"], times, sum(counts), ended=answer["ended"])
@@ -50,7 +50,8 @@ class InProcess:
                 results.append(result)
         return {"load": dataclasses.asdict(load), **summary(results, duration)}
 
-    def _generate(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+    def generate(self, prompts: list[list[int]], output_tokens: int) -> dict[str, Any]:
+        """One batch, until it has ended; see drivers/protocol.py for the answer."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(json.dumps({"prompts": prompts, "output_tokens": output_tokens}).encode() + b"\n")
         self._popen.stdin.flush()

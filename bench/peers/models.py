@@ -15,11 +15,11 @@ def gguf_file() -> Path:
     return resolve_model("smollm2-135m-instruct").path
 
 
-def safetensors_folder() -> Path:
+def safetensors_folder(environment: Environment = TRANSFORMERS) -> Path:
     """bfloat16 weights, config and tokenizer, as transformers saves them."""
-    folder = TRANSFORMERS.folder / "model"
+    folder = environment.folder / "model"
     if not (folder / "model.safetensors").is_file():
-        TRANSFORMERS.install()
+        environment.install()
         driver = Path(__file__).parent / "drivers" / "save_folder.py"
-        TRANSFORMERS.run([TRANSFORMERS.bin / "python", "-I", driver, gguf_file(), folder], HF_HUB_OFFLINE="1")
+        environment.run([environment.bin / "python", "-I", driver, gguf_file(), folder], HF_HUB_OFFLINE="1")
     return folder

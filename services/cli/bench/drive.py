@@ -9,7 +9,7 @@ import math
 import random
 import resource
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from quartet.services.cli.bench.mixes import Conversation
@@ -32,6 +32,14 @@ class Arrivals:
     concurrency: int = 0
     duration: float = math.inf
     seed: str = "0"
+
+    def times(self) -> Iterator[float]:
+        """Seconds from the start until each conversation begins, for a finite rate."""
+        rng = random.Random(f"arrivals {self.seed}")
+        due = 0.0
+        while True:
+            due += rng.expovariate(self.rate)
+            yield due
 
 
 @dataclasses.dataclass
@@ -103,12 +111,11 @@ class _Driver:
     async def run(self, conversations: Iterable[Conversation]) -> None:
         arrivals = self._arrivals
         places = asyncio.Semaphore(arrivals.concurrency or 2**31)
-        rng = random.Random(f"arrivals {arrivals.seed}")
-        due = self._started
+        times = arrivals.times()
         async with asyncio.TaskGroup() as tasks:
             for conversation in conversations:
                 if math.isfinite(arrivals.rate):
-                    due += rng.expovariate(arrivals.rate)
+                    due = self._started + next(times)
                     if due > self._deadline:
                         break
                     await asyncio.sleep(max(0.0, due - time.perf_counter()))

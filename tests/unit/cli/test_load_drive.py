@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import math
-import random
 import statistics
 import time
 
@@ -80,10 +79,15 @@ async def test_arrivals_are_poisson_and_the_seeds():
             return await super().send(*arguments)
 
     times = []
-    rng = random.Random("arrivals s")
-    due = list(itertools.accumulate(rng.expovariate(400.0) for _ in range(200)))
+    arrivals = Arrivals(rate=400.0, seed="s")
+    due = list(itertools.islice(arrivals.times(), 200))
+    assert due != list(itertools.islice(Arrivals(rate=400.0, seed="t").times(), 200))
+    gaps = [after - before for before, after in itertools.pairwise(itertools.islice(arrivals.times(), 20_000))]
+    # A Poisson process has exponential gaps: their mean and deviation are alike.
+    assert statistics.fmean(gaps) == pytest.approx(1 / 400, rel=0.03)
+    assert statistics.pstdev(gaps) == pytest.approx(1 / 400, rel=0.05)
     started = time.perf_counter()
-    run = await drive(singles(200), Times().send, Arrivals(rate=400.0, seed="s"))
+    run = await drive(singles(200), Times().send, arrivals)
     late = [at - started - expected for at, expected in zip(times, due, strict=True)]
     assert min(late) > -1e-3, "none is early"
     # A machine that stood still meanwhile is told, and the rest are not sent later for it.
