@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go (default: stdout)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="where the services' logs go (default: nowhere)")
     arguments = parser.parse_args()
+    # So that what was started is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sizes = QUICK if arguments.quick else FULL
     with tempfile.TemporaryDirectory() as folder:
         found, details = measure(arguments.claims, sizes, arguments.seed, arguments.log or Path(folder, "log"))

@@ -51,7 +51,7 @@ class Sizes:
     @property
     def multi_turn(self) -> Mix:
         """Chats of six turns."""
-        return dataclasses.replace(self.chat, name="multi-turn", num_turns=6, think_time=0.5)
+        return dataclasses.replace(self.chat, name="multi-turn", num_turns=6, think_time=0.2)
 
     @property
     def same_prompt(self) -> Mix:
@@ -60,7 +60,7 @@ class Sizes:
 
 
 FULL = Sizes(4, 4, 8.0, 64, (STATIC_BATCH, 2 * STATIC_BATCH, 4 * STATIC_BATCH), 64, 8, 32)
-QUICK = Sizes(4, 8, 16.0, 32, (2 * STATIC_BATCH,), 24, 8, 24)
+QUICK = Sizes(4, 8, 16.0, 32, (2 * STATIC_BATCH,), 16, 6, 24, streams_rounds=1)
 
 
 def scaled(mix: Mix, scale: int) -> Mix:
@@ -135,9 +135,7 @@ def static_on_ours(line: Line, sizes: Sizes, seed: str) -> dict[str, Any]:
             raise RuntimeError(f"{bad[0].error}: {bad[0].message}")
 
     requests = asked(sizes, seed)
-    records, seconds, _ = serve(
-        requests, max(sizes.static_batches), lambda prompts, length: asyncio.run(batch(prompts, length))
-    )
+    records, seconds, _ = serve(requests, max(sizes.static_batches), lambda *asked: asyncio.run(batch(*asked)))
     return figures(records, seconds)
 
 
