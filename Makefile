@@ -5,6 +5,7 @@
 # make lint      format, lint, types, the import law, generated code
 # make fuzz      a million mutated frames over every socket (a quarter of an hour)
 # make bench     measurements, as JSON
+# make claims    the published claims of paged attention, measured here; ARGS=--quick takes two minutes
 # make gpu-check correctness and rates on the GPU of this machine, under six minutes, as JSON (status 3: there is none)
 # make chaos     kill, freeze and cut off services under streams for minutes; one JSON line
 #
@@ -18,7 +19,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: up install test test-full test-page test-docker lint types format bench chaos fuzz gpu-check gpu-wheels clean
+.PHONY: up install test test-full test-page test-docker lint types format bench claims chaos fuzz gpu-check gpu-wheels clean
 
 up: $(VENV)/.run
 	@$(BIN)/quartet serve --demo $(ARGS)
@@ -62,6 +63,9 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	@$(BIN)/python -m bench $(ARGS)
+
+claims: $(VENV)/.dev
+	@$(BIN)/python -m bench.claims $(ARGS)
 
 # Needs no install: PYTHON is one that has torch and triton, WHEELS what it lacks (see gpu-wheels).
 WHEELS ?= build/gpu-wheels
