@@ -6,11 +6,11 @@ import signal
 import threading
 import time
 
-import grpc
 import httpx2
 import openai
 import pytest
-from support.client import Client, Result
+from support.client import Client
+from support.doors import Refused, doors
 from support.http import call, connect, post, read_all, request_bytes
 from support.stack import Stack, eventually
 from support.tiny_model import make_tiny_llama
@@ -141,7 +141,19 @@ TABLE = [
     {"messages": [{"role": "system", "content": "Be."}, *USER], "max_tokens": 10, "n": 2, "seed": 1},
     {"messages": [*USER, {"role": "assistant", "content": "Yo"}], "continue_final_message": True, "max_tokens": 5},
     {"messages": [{"role": "user", "content": ""}], "max_tokens": 5, "cache_salt": "s", "priority": 3},
-    # What is wrong is told alike: the field, and that it is the client's fault.
+    {"messages": USER, "max_tokens": 6, "logprobs": True, "top_logprobs": 4},
+    {"messages": USER, "max_tokens": 6, "seed": 2, "temperature": 1.0, "logprobs": True, "n": 2, "top_k": 5},
+    {"messages": USER, "max_tokens": 12, "temperature": 0.7, "seed": 9, "frequency_penalty": -1, "min_p": 0.2},
+    {"messages": USER, "max_tokens": 9, "stop": ["~" * 40]},  # A7
+    {"prompt": "x", "max_tokens": 6, "logit_bias": {"65": 100, "66": 99}, "logprobs": 2},
+    {"prompt": "x", "structured_outputs": {"regex": "(ab){2}c"}},
+    {"prompt": "x", "structured_outputs": {"choice": ["yes", "no"]}, "logprobs": 5},  # A11
+    {"prompt": "x", "structured_outputs": {"json": {"enum": [1, "zwei", None]}}, "temperature": 1.0, "seed": 5},
+    {"prompt": "x", "structured_outputs": {"grammar": 'start: "a" /[bc]{3}/'}, "max_tokens": 3},
+    {"messages": USER, "structured_outputs": {"regex": "[0-9]{4}"}, "n": 2, "seed": 1, "temperature": 1.0},
+]
+# What is wrong is told alike: the field, and that it is the client's fault.
+WRONG = [
     {"prompt": ""},
     {"prompt": [1, 264], "max_tokens": 1},
     {"prompt": [1] * (CONTEXT - 1), "max_tokens": 2},
@@ -160,82 +172,30 @@ TABLE = [
     {"prompt": "x", "stop_token_ids": [264]},
     {"prompt": "x", "min_tokens": 5, "max_tokens": 3},
     {"prompt": "x", "seed": -1},
+    {"prompt": "x", "structured_outputs": {"regex": "(a"}},  # E1
+    {"prompt": "x", "structured_outputs": {"json": {"type": "yaml"}}},
+    {"prompt": "x", "structured_outputs": {"grammar": 'root ::= "a"\nroot ::= "b"'}},  # E2
+    {"prompt": "x", "structured_outputs": {"regex": "a"}, "ignore_eos": True},
+    {"prompt": "x", "cache_salt": "s" * 5000},
+    {"prompt": "x", "frequency_penalty": 3},
+    {"prompt": "x", "min_p": 2},
+    {"prompt": "x", "top_k": -3},
+    {"prompt": "x", "repetition_penalty": 0},
+    {"prompt": "x", "max_tokens": 0},
     {"messages": []},
     {"messages": [{"role": "jester", "content": "x"}]},
 ]
-# gRPC's names of what HTTP calls otherwise.
-NAMES = {"text": "prompt", "token_ids": "prompt", "chat.messages": "messages"}
 
 
-def _grpc(client, fields):
-    fields = dict(fields)
-    fields.setdefault("temperature", 0.0)
-    prompt = fields.pop("prompt", None)
-    messages = fields.pop("messages", None)
-    continued = fields.pop("continue_final_message", False)
-    if isinstance(fields.get("stop"), str):
-        fields["stop"] = [fields["stop"]]
-    if "logit_bias" in fields:
-        fields["logit_bias"] = {int(key): value for key, value in fields["logit_bias"].items()}
-    request = client.request(messages or [] if prompt is None else prompt, **fields)
-    if messages is not None:
-        request.chat.SetInParent()
-        request.chat.continue_final_message = continued
-    try:
-        result = Result()
-        for response in client.stub.Generate(request, timeout=60):
-            result.add(response)
-    except grpc.RpcError as error:
-        name = error.details().partition(":")[0]
-        return error.code().name, NAMES.get(name, name)
-    choices = [
-        (
-            i,
-            c.token_ids,
-            c.text,
-            c.finish_reason.lower(),
-            c.stop_reason,
-            [round(e.token.logprob, 4) for e in c.logprobs],
-        )
-        for i, c in sorted(result.choices.items())
-    ]
-    return choices, (result.usage.prompt_tokens, result.usage.completion_tokens, result.usage.cached_tokens)
-
-
-def _http(address, fields, stream):
-    fields = {"temperature": 0.0, "return_token_ids": True, **fields}
-    if stream:
-        fields |= {"stream": True, "stream_options": {"include_usage": True}}
-    chat = "messages" in fields
-    reply = post(address, CHAT if chat else COMPLETIONS, fields)
-    if reply.status != 200:
-        assert reply.status == 400
-        return "INVALID_ARGUMENT", reply.error["param"].partition("[")[0]
-    choices = {}
-    for event in reply.events() if stream else [reply.json()]:
-        for choice in event["choices"]:
-            ids, text, ends, logprobs = choices.setdefault(choice["index"], ([], [], [], []))
-            assert not ends, "a chunk after the choice's end"
-            ids += choice.get("token_ids", [])
-            text.append((choice["delta" if stream else "message"].get("content") or "") if chat else choice["text"])
-            logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
-            if choice["finish_reason"]:
-                ends += [choice["finish_reason"], choice["stop_reason"]]
-        usage = event.get("usage")
-    counts = usage["prompt_tokens"], usage["completion_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
-    rows = [
-        (i, ids, "".join(text), *ends, [round(value, 4) for value in logprobs])
-        for i, (ids, text, ends, logprobs) in sorted(choices.items())
-    ]
-    return rows, counts
-
-
-def test_parity_of_grpc_http_and_its_streams(line, http):
-    """The same request through all three doors: tokens, text, finish and stop reason, usage; or the wrong field."""
-    for fields in TABLE:
-        expected = _grpc(line.client, fields)
-        assert _http(http, fields, stream=False) == expected, fields
-        assert _http(http, fields, stream=True) == expected, fields
+def test_parity_of_all_doors(line, http):
+    """The same request through gRPC, the Python client, HTTP and its streams: tokens, text, finish and stop reason,
+    log-probabilities, usage; or what kind of error it is, and about which field."""
+    ways = doors(line.client, http)
+    for fields in [*TABLE, *WRONG]:
+        expected = ways["grpc"](fields)
+        assert isinstance(expected, Refused) == (fields in WRONG), (fields, expected)
+        for name, door in ways.items():
+            assert door(fields) == expected, (name, fields)
 
 
 # --- cases ----------------------------------------------------------------------------------------

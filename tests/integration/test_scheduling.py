@@ -149,6 +149,7 @@ def test_c15_a_long_prompt_starves_nobody(line_of, model, length, budget):
 
 
 @pytest.mark.parametrize("model", ["tiny", pytest.param("real", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_c1_c8_a_small_pool_and_a_small_budget_change_no_text(line_of, model):
     """A pool for about two requests, a budget of 64 tokens, six long generations, two of them aborted."""
     stack, reference = line_of(model, executor_num_blocks=40, executor_max_num_batched_tokens=64)

@@ -80,6 +80,7 @@ class Result:
 
 class Client:
     def __init__(self, address: str) -> None:
+        self.address = address
         self.channel = grpc.insecure_channel(address)
         self.stub = pb_grpc.InferenceServiceStub(self.channel)
 
