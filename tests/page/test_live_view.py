@@ -250,7 +250,7 @@ def test_the_prefix_tree_has_a_row_for_each_branch(server, open_page):
     page = look(server, open_page, script)
     info = page.locator(".prefixes .info")
     expect(info).to_have_text("2 first blocks · longest path 4 blocks.")
-    expect(page.locator(".prefixes .summary")).to_have_text("38 % of prompt tokens were found")
+    expect(page.locator(".prefixes .summary")).to_have_text("6 blocks with a known prefix")
     canvas = page.locator(".prefix-canvas")
     assert canvas.bounding_box()["height"] == 3 * 16
     # The most hit first: 1, 2, 4, 5 in the first row, then the branch 3, then 9.

@@ -156,7 +156,7 @@ def test_stop_ends_the_work_and_the_answer_can_be_continued(open_page):
         page.click("#stop")
         expect(finished(page).locator(".figures")).to_contain_text("stopped")
         expect(page.locator("#send")).to_be_visible()
-        page.wait_for_function("document.activeElement.id === 'prompt'")
+        expect(page.locator("#prompt")).to_be_focused()
         server.wait_for(lambda: server.peer.all(Abort))
         answer(page).get_by_role("button", name="Continue").click()
         expect(answer(page).locator(".text").first).to_have_text("one two one two")

@@ -91,7 +91,7 @@ export class LiveView {
       this.requests.update(state);
       this.onLook();
     }
-    if (any("blocks", "counters", "clock")) this.prefixes.update(state);
+    if (any("blocks", "pool", "clock")) this.prefixes.update(state);
     if (any("services", "clock")) this.services.update(state, this.now());
     if (any("counters", "latency", "queue", "pool", "clock")) this.tiles.update(state, this.now());
   }

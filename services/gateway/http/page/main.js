@@ -5,7 +5,8 @@ import { LiveView } from "./live.js";
 import { Playground } from "./playground.js";
 import { call } from "./sse.js";
 
-const READY_EVERY = 5000;
+const ASK_AGAIN = 5000; // ms
+const ASK_SOON = 1000; // while the server is not ready
 const THEMES = { "": ["◐", "Colours: as the system"], light: ["☀", "Colours: light"], dark: ["☾", "Colours: dark"] };
 
 new Playground();
@@ -40,7 +41,10 @@ function nextTheme() {
   showTheme();
 }
 
+let asking = 0;
+
 async function askReady() {
+  clearTimeout(asking);
   if (document.visibilityState === "hidden") return;
   let ready = false;
   let reason = "The server does not answer";
@@ -57,6 +61,8 @@ async function askReady() {
   box.className = `readiness ${ready ? "good" : "bad"}`;
   setText(box, ready ? "Ready" : "Not ready");
   box.title = ready ? "Every service is there" : reason;
+  clearTimeout(asking);
+  asking = setTimeout(askReady, ready ? ASK_AGAIN : ASK_SOON);
 }
 
 addEventListener("hashchange", showView);
@@ -70,4 +76,3 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => live
 showView();
 showTheme();
 askReady();
-setInterval(askReady, READY_EVERY);

@@ -1,7 +1,8 @@
 // The tree of known prefixes, from blocks and their parents: unbranched runs are one segment.
 
-// Returns {segments, numRows, depth, numMore}. A segment is {ids, depth, row, parentRow, hits, isLeaf}: `depth` counts
-// the blocks before it, `parentRow` is -1 for a root. What is hit most comes first; at most `maxRows` paths.
+// Returns {segments, rows, depth, numMore}. A segment is {ids, depth, row, parentRow, hits}: `depth` counts the blocks
+// before it, `parentRow` is -1 for a root. A row is {hits, end}: the hits of its first segment, and the depth of its
+// end. What is hit most comes first; at most `maxRows` rows.
 export function prefixTree(blocks, maxRows) {
   const children = new Map();
   const roots = [];
@@ -18,14 +19,14 @@ export function prefixTree(blocks, maxRows) {
   const weights = weigh(roots, children, blocks);
   const byWeight = (a, b) => weights[b] - weights[a] || a - b;
   const segments = [];
-  let numRows = 0;
+  const rows = [];
   let depth = 0;
   let numMore = 0;
   // Depth first, without recursion: chains are long.
   const open = roots.sort(byWeight).reverse().map((id) => ({ id, depth: 0, parentRow: -1, first: true }));
   while (open.length) {
     const { id, depth: start, parentRow, first } = open.pop();
-    if (numRows >= maxRows && (first === true || first.taken)) {
+    if (rows.length >= maxRows && (first === true || first.taken)) {
       numMore += 1;
       continue;
     }
@@ -38,15 +39,17 @@ export function prefixTree(blocks, maxRows) {
     // A first child goes on in its parent's row.
     const goesOn = first !== true && !first.taken;
     if (goesOn) first.taken = true;
-    const row = goesOn ? parentRow : numRows++;
-    segments.push({ ids, depth: start, row, parentRow: first === true ? -1 : parentRow, hits: blocks.hits[id], isLeaf: !next.length });
-    depth = Math.max(depth, start + ids.length);
+    const hits = blocks.hits[id];
+    const row = goesOn ? parentRow : rows.push({ hits, end: 0 }) - 1;
+    segments.push({ ids, depth: start, row, parentRow: first === true ? -1 : parentRow, hits });
+    rows[row].end = start + ids.length;
+    depth = Math.max(depth, rows[row].end);
     const place = { taken: false };
     for (const child of next.sort(byWeight).reverse()) {
       open.push({ id: child, depth: start + ids.length, parentRow: row, first: place });
     }
   }
-  return { segments, numRows, depth, numMore };
+  return { segments, rows, depth, numMore };
 }
 
 // What speaks for a block: the hits below it, and who holds it.

@@ -1,7 +1,7 @@
 // The prefix tree: depth to the right, a branch in a row of its own.
 
 import { element, setText } from "./dom.js";
-import { count, percent, plural } from "./format.js";
+import { plural } from "./format.js";
 import { palette } from "./palette.js";
 import { prefixTree } from "./prefix_tree.js";
 
@@ -12,7 +12,7 @@ const EVERY = 1000; // ms; the tree of a large pool takes a while to make
 
 export class Prefixes {
   constructor() {
-    this.tree = { segments: [], numRows: 0, depth: 0, numMore: 0 };
+    this.tree = { segments: [], rows: [], depth: 0, numMore: 0 };
     this.madeAt = -EVERY;
     this.chosen = -1;
     this.canvas = element("canvas.prefix-canvas", { tabIndex: 0, role: "img" });
@@ -31,10 +31,8 @@ export class Prefixes {
   }
 
   update(state) {
-    const { counters, blocks } = state;
-    const parts = [];
-    if (counters) parts.push(`${percent(counters.prefix_cache_hits, counters.prefix_cache_queries)} of prompt tokens were found`);
-    setText(this.summary, parts.join(", "));
+    const { pool, blocks } = state;
+    setText(this.summary, pool ? `${plural(pool.num_cached, "block")} with a known prefix` : "");
     const now = performance.now();
     if (this.blocks === blocks && (now - this.madeAt < EVERY || this.numApplied === blocks.numApplied)) return;
     this.blocks = blocks;
@@ -51,8 +49,8 @@ export class Prefixes {
 
   draw() {
     const width = this.node.clientWidth - 32;
-    const { segments, numRows, depth } = this.tree;
-    const height = Math.max(ROW, numRows * ROW);
+    const { segments, rows, depth } = this.tree;
+    const height = Math.max(ROW, rows.length * ROW);
     this.canvas.hidden = !segments.length;
     if (width <= 0 || !segments.length) return;
     this.cell = Math.min(WIDEST, (width - 60) / depth);
@@ -65,11 +63,15 @@ export class Prefixes {
     context.scale(ratio, ratio);
     context.font = palette().font;
     segments.forEach((segment, index) => this.drawSegment(context, segment, index === this.chosen));
+    context.fillStyle = palette().faint;
+    rows.forEach(({ hits, end }, row) => {
+      if (hits) context.fillText(plural(hits, "hit"), end * this.cell + 6, row * ROW + ROW - 4);
+    });
   }
 
-  drawSegment(context, { ids, depth, row, parentRow, hits, isLeaf }, chosen) {
+  drawSegment(context, { ids, depth, row, parentRow }, chosen) {
     const { blocks, cell } = this;
-    const { blocks: colours, line, ink, faint } = palette();
+    const { blocks: colours, line, ink } = palette();
     const [x, y] = [depth * cell, row * ROW];
     if (parentRow >= 0 && parentRow !== row) {
       context.strokeStyle = line;
@@ -89,10 +91,6 @@ export class Prefixes {
       context.lineWidth = 1.5;
       context.strokeRect(x - 0.5, y + 1.5, ids.length * cell, ROW - 3);
       context.lineWidth = 1;
-    }
-    if (isLeaf && hits) {
-      context.fillStyle = faint;
-      context.fillText(plural(hits, "hit"), x + ids.length * cell + 6, y + ROW - 4);
     }
   }
 

@@ -24,7 +24,10 @@ export class Requests {
     this.table = new BlockTable();
     this.node = element(
       "section.panel.requests", { "aria-label": "Requests" },
-      element("header", {}, element("h2", {}, "Requests"), this.summary), this.empty, this.list, this.more, this.table.node,
+      element(
+        "div.fill", {},
+        element("header", {}, element("h2", {}, "Requests"), this.summary), this.empty, this.list, this.more, this.table.node,
+      ),
     );
   }
 

@@ -58,7 +58,9 @@ function show(node, entry) {
   hide();
   open = node;
   node.classList.add("open");
-  const rows = entry.top_logprobs.some((other) => same(other, entry)) ? entry.top_logprobs : [entry, ...entry.top_logprobs];
+  const rows = entry.top_logprobs.filter((other) => !same(other, entry));
+  rows.push(entry);
+  rows.sort((a, b) => b.logprob - a.logprob);
   const list = element("ol");
   for (const other of rows) {
     const bar = element("i");
