@@ -20,6 +20,8 @@ use a running server:
   chat       talk with the model in the terminal
   generate   stream one answer to standard output
   bench      load it, or any server with OpenAI's API, and print how fast it answers
+  top        watch it: throughput, KV blocks, latencies, services
+  trace      record its steps and requests for Perfetto
 
 run one service by itself (containers, several machines):
   gateway    takes clients' requests, over gRPC and HTTP
@@ -41,7 +43,7 @@ Each command explains itself: quartet COMMAND --help. First steps:
 # A package of each service's extra that is missing when the extra is not installed.
 SERVICES = {"gateway": "grpc", "tokenizer": "tokenizers", "scheduler": "zmq", "executor": "torch"}
 
-COMMANDS = ("serve", "chat", "generate", "fetch", "health", "keys", "conformance", "bench")
+COMMANDS = ("serve", "chat", "generate", "fetch", "health", "keys", "conformance", "bench", "top", "trace")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +86,10 @@ def _run(command: str, argv: Sequence[str]) -> int:
         from quartet.services.cli.conformance import main as run
     elif command == "bench":
         from quartet.services.cli.bench.command import main as run
+    elif command == "top":
+        from quartet.services.cli.top import main as run
+    elif command == "trace":
+        from quartet.services.cli.trace import main as run
     else:
         from quartet.services.cli.health import main as run
     return run(argv)

@@ -14,7 +14,7 @@ class LiveView:
 
     def __init__(self) -> None:
         self.seq = -1
-        self.state: dict[str, Any] = {}
+        self.state: dict[str, Any] = dict.fromkeys(REPLACED)
         self.blocks: dict[int, tuple[int, str, int, int]] = {}
         self.requests: dict[str, dict[str, Any]] = {}
         self.tables: dict[str, list[int]] = {}
@@ -51,7 +51,7 @@ class LiveView:
 
     def service(self, role: str) -> dict[str, Any] | None:
         """The one that is there."""
-        found = [s for s in self.state.get("services", ()) if s["role"] == role and s["alive"]]
+        found = [s for s in self.state["services"] or () if s["role"] == role and s["alive"]]
         return found[-1] if found else None
 
     def _apply_blocks(self, columns: dict[str, list[Any]]) -> None:
