@@ -21,7 +21,7 @@ def num_tokenizers(stack: Any) -> int:
 
 def test_tokenizer_and_scheduler_are_upgraded_under_load(line: Any, streams: Any) -> None:
     stack = line()
-    running = streams(stack, 6, max_tokens=250).begun()
+    running = streams(stack, 6, max_tokens=160).begun()
 
     stack.start("tokenizer-2")
     eventually(lambda: num_tokenizers(stack) == 2, 30)

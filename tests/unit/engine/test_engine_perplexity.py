@@ -19,7 +19,7 @@ TEXT = (Path(__file__).parents[2] / "data" / "alice.txt").read_text()
 
 @pytest.fixture(scope="module")
 def path():
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     return resolve_model("smollm2-135m-instruct").path
 
 
