@@ -285,7 +285,9 @@ class SettingText(NamedTuple):
 
 def describe_setting(field: msgspec.structs.FieldInfo) -> SettingText:
     kind, meta = _unwrap(field.type)
-    values = ", ".join(map(str, typing.get_args(kind))) if typing.get_origin(kind) is Literal else _VALUES[_metavar(kind)]
+    values = (
+        ", ".join(map(str, typing.get_args(kind))) if typing.get_origin(kind) is Literal else _VALUES[_metavar(kind)]
+    )
     description = meta.description if meta is not None and meta.description else ""
     return SettingText(values, _limits(kind, meta), _show_default(field), description)
 

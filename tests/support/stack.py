@@ -45,6 +45,8 @@ class Stack:
         self.environ["QUARTET_GATEWAY_HTTP_ADDRESS"] = self.http_address
         # One thread never waits for another that a busy machine has put aside.
         self.environ["QUARTET_EXECUTOR_NUM_THREADS"] = "1"
+        # Nobody scrapes them; who does gives port 0, and finds the port in the log.
+        self.environ |= {f"QUARTET_{role.upper()}_METRICS_ADDRESS": "" for role in ROLES}
         for key, value in settings.items():
             self.environ[f"QUARTET_{key.upper()}"] = str(value)
 
