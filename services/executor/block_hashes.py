@@ -72,6 +72,8 @@ class BlockHashes:
         [max_num_seqs, ...] in KV memory. Either all of their newly full blocks are recorded or none."""
         num_full = num_computed_tokens // self._block_size
         grown = num_full > self._num_hashed[rows]
+        if not grown.any():
+            return
         filled: list[tuple[int, bytes]] = []
         for req_index, full in zip(rows[grown].tolist(), num_full[grown].tolist(), strict=True):
             chain, size = self._chains[req_index], self._block_size

@@ -61,4 +61,6 @@ class BlockTable:
         """[R, W] the tables of `rows`, as wide as the longest needs, 0 past each row's seq_lens."""
         needed = -(-seq_lens // self.block_size)
         width = int(needed.max())
+        if len(rows) == 1:
+            return self.table[rows, :width]
         return np.where(np.arange(width) < needed[:, None], self.table[rows, :width], 0)

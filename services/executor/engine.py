@@ -30,7 +30,8 @@ class Model(Protocol):
 
 @dataclass(slots=True)
 class Forward:
-    """What a forward pass leaves: hidden [T, H], good until the engine's next one; query_start_loc, R + 1 places."""
+    """What a forward pass leaves, good until the engine's next one: hidden [T, H] (there may be more rows behind
+    these), query_start_loc, R + 1 places (and perhaps more)."""
 
     hidden: torch.Tensor
     query_start_loc: list[int]
@@ -107,6 +108,7 @@ class TorchEngine:
     def add_rows(self, req_indices: Sequence[int]) -> None:
         pass
 
+    @torch.inference_mode()
     def forward(self, step: Step) -> Forward:
         batch = self._batch.forward_batch(step, self._device)
         self._logits_indices = batch.logits_indices
@@ -114,11 +116,16 @@ class TorchEngine:
         self._attention.prepare(batch)
         return Forward(self._model.forward(batch, self._kv_cache, self._attention), batch.query_start_loc_list)
 
+    @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(hidden)
 
+    @torch.inference_mode()
     def sample(self, step: Step, forward: Forward) -> SampledNow:
-        logits = self._model.compute_logits(forward.hidden[self._logits_indices])
+        # Where no prompt is in the batch, all of its tokens are projected.
+        is_whole = len(step.sampled_rows) == len(step.slot_mapping)
+        hidden = forward.hidden if is_whole else forward.hidden[self._logits_indices]
+        logits = self._model.compute_logits(hidden)
         self.times.spent("logits")
         sampling = self._batch.sampling
         return SampledNow(sample(logits, sampling, step.sampled_rows, step.output_indices, self._drawer))

@@ -28,16 +28,19 @@ BoolArray = npt.NDArray[np.bool_]
 class Step:
     """What an applied plan computes, rows in batch order (decode rows first).
 
-    rows, counts [R]: req_index and its number of tokens; starts [R]: the position of its first one;
-    samples [R]: whether the row samples; slot_mapping [T]. sampled_rows, output_indices [S]: the rows that
-    sample, and the place of the token to draw among their outputs.
+    rows, counts [R]: req_index and its number of tokens; starts, ends [R]: the position of its first one, and
+    that behind its last; samples [R]: whether the row samples. flat_rows, positions, slot_mapping [T]: each token's.
+    sampled_rows, output_indices [S]: the rows that sample, and the place of the token to draw among their outputs.
     """
 
     rows: IntArray
     counts: IntArray
     starts: IntArray
+    ends: IntArray
     samples: BoolArray
     num_decodes: int
+    flat_rows: IntArray
+    positions: IntArray
     slot_mapping: IntArray
     sampled_rows: IntArray
     output_indices: IntArray
@@ -65,15 +68,18 @@ class InputBatch:
         self.sampling = SamplingRows(max_num_seqs, vocab_size)
         # One more than fits the context: the token sampled at its last position.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self._ones = np.ones(max_num_seqs, np.int64)
         self.in_use = np.zeros(max_num_seqs, bool)
         # Counts the row's occupants: what belongs to an earlier one is not to touch the next.
         self.generation = np.zeros(max_num_seqs, np.int64)
+        self.num_removals = 0
         self.failed = np.zeros(max_num_seqs, bool)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
         self.prompt_logprobs_start = np.full(max_num_seqs, -1, np.int64)
         self.num_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
+        self.with_prompt_logprobs: set[int] = set()
 
     def clear(self) -> None:
         """All rows leave."""
@@ -92,19 +98,26 @@ class InputBatch:
             self._add(new)
         self.block_table.append(columns.block_rows, columns.block_ids)
 
-        rows = np.concatenate([columns.decode_rows, columns.prefill_rows])
-        counts = np.concatenate([np.ones(len(columns.decode_rows), np.int64), columns.prefill_counts])
+        rows = columns.decode_rows
+        counts = self._ones[: len(rows)]
+        if len(columns.prefill_rows):
+            rows = np.concatenate([rows, columns.prefill_rows])
+            counts = np.concatenate([counts, columns.prefill_counts])
         starts = self.num_computed_tokens[rows]
-        self.num_computed_tokens[rows] += counts
-        flat_rows, positions = flatten(rows, starts, counts)
-        samples = self.num_computed_tokens[rows] == self.num_tokens[rows]
+        ends = starts + counts
+        self.num_computed_tokens[rows] = ends
+        flat_rows, positions = flatten(rows, starts, counts) if len(columns.prefill_rows) else (rows, starts)
+        samples = ends == self.num_tokens[rows]
         sampled_rows = rows[samples]
         return Step(
             rows=rows,
             counts=counts,
             starts=starts,
+            ends=ends,
             samples=samples,
             num_decodes=len(columns.decode_rows),
+            flat_rows=flat_rows,
+            positions=positions,
             slot_mapping=self.block_table.slots(flat_rows, positions),
             sampled_rows=sampled_rows,
             output_indices=self.num_tokens[sampled_rows] - self.num_prompt_tokens[sampled_rows],
@@ -114,15 +127,16 @@ class InputBatch:
         """The step as the model is told it; one row samples at its last token."""
         query_start_loc = np.zeros(len(step.rows) + 1, np.int32)
         np.cumsum(step.counts, out=query_start_loc[1:])
-        flat_rows, positions = flatten(step.rows, step.starts, step.counts)
-        seq_lens = step.starts + step.counts
+        seq_lens = step.ends
+        is_here = device.type == "cpu"
 
         def on_device(array: npt.NDArray[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(array).to(device, non_blocking=True)
+            tensor = torch.from_numpy(array)
+            return tensor if is_here else tensor.to(device, non_blocking=True)
 
         return ForwardBatch(
-            token_ids=on_device(self.token_ids[flat_rows, positions].astype(np.int64)),
-            positions=on_device(positions),
+            token_ids=on_device(self.token_ids[step.flat_rows, step.positions].astype(np.int64)),
+            positions=on_device(step.positions),
             slot_mapping=on_device(step.slot_mapping),
             query_start_loc=on_device(query_start_loc),
             seq_lens=on_device(seq_lens.astype(np.int32)),
@@ -141,10 +155,12 @@ class InputBatch:
     def store_sampled(self, rows: IntArray, places: IntArray, token_ids: IntArray, failed: BoolArray) -> None:
         """The tokens that `expect_sampled` made place for, `places` [N] in their rows. A failed row gets a
         stand-in, so that plans already made for it hold."""
-        self.failed[rows] |= failed
-        self.token_ids[rows, places] = np.where(failed, 0, token_ids)
         if failed.any():
+            self.failed[rows] |= failed
+            self.token_ids[rows, places] = np.where(failed, 0, token_ids)
             rows, token_ids = rows[~failed], token_ids[~failed]
+        else:
+            self.token_ids[rows, places] = token_ids
         self.sampling.append(rows, token_ids)
 
     # --- changes ----------------------------------------------------------------------------------
@@ -152,7 +168,9 @@ class InputBatch:
     def _remove(self, rows: IntArray) -> None:
         if len(rows):
             self.in_use[rows] = False
+            self.with_prompt_logprobs.difference_update(rows.tolist())
             self.generation[rows] += 1
+            self.num_removals += 1
             self.block_table.clear(rows)
             self.sampling.remove(rows.tolist())
 
@@ -167,6 +185,8 @@ class InputBatch:
         wants_prompt = row.sampling.prompt_logprobs is not None
         self.prompt_logprobs_start[index] = row.prompt_logprobs_start if wants_prompt else -1
         self.num_prompt_logprobs[index] = row.sampling.prompt_logprobs or 0
+        if wants_prompt:
+            self.with_prompt_logprobs.add(index)
         self.block_table.append(np.full(len(new.block_ids), index), new.block_ids)
         self.sampling.add(
             index,
@@ -187,6 +207,8 @@ class InputBatch:
 
     def _check(self, plan: PlanColumns) -> None:
         """Plays the plan through on copies of the counters."""
+        if self._only_decodes(plan):
+            return
         in_use = self.in_use.copy()
         num_tokens = self.num_tokens.copy()
         num_computed = self.num_computed_tokens.copy()
@@ -212,6 +234,18 @@ class InputBatch:
         self._check_rows("decode_rows", plan.decode_rows, in_use)
         self._check_rows("prefill_rows", plan.prefill_rows, in_use, distinct=True)
         self._check_work(plan, num_tokens, num_computed, num_blocks)
+
+    def _only_decodes(self, plan: PlanColumns) -> bool:
+        """Whether the plan does nothing else, and may: most are so, and it is quickly seen."""
+        rows = plan.decode_rows
+        if len(plan.removed) or plan.new_rows or len(plan.block_rows) or len(plan.prefill_rows):
+            return False
+        # They rise.
+        if not 0 < len(rows) <= self.max_num_batched_tokens or rows[-1] >= self.max_num_seqs:
+            return False
+        ends = self.num_computed_tokens[rows] + 1
+        room = np.minimum(self.block_table.num_blocks[rows] * self.block_table.block_size, self.max_model_len)
+        return bool((self.in_use[rows] & (self.num_tokens[rows] == ends) & (ends <= room)).all())
 
     def _check_work(
         self, plan: PlanColumns, num_tokens: IntArray, num_computed: IntArray, num_blocks: IntArray

@@ -70,7 +70,6 @@ class ModelRunner:
         """`launch` and its result."""
         return self.launch(plan).result()
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Raises PlanError, having changed nothing, when the plan cannot be applied. The next plan may be
         launched before this one's result is asked for, unless it gives a row away that this one names."""
@@ -79,7 +78,7 @@ class ModelRunner:
             self._hashes.start_row(row.req_index, row.hash_root, row.num_computed_tokens, row.write_prefix_cache)
         self._engine.add_rows([row.req_index for row in plan.new_rows])
         result = StepResult(plan.epoch, plan.step_id, b"")
-        launched = LaunchedStep(self, result, step, self._batch.generation[step.rows])
+        launched = LaunchedStep(self, result, step, self._batch.generation[step.rows], self._batch.num_removals)
         if not len(step.rows):
             return launched
         self._hashes.erase(step.slot_mapping // self._block_size)
@@ -112,25 +111,35 @@ class ModelRunner:
                 pass
         result, step, batch = launched.step_result, launched.step, self._batch
         # Rows that a later plan has removed already are nobody's, or another request's.
-        kept = batch.generation[step.rows] == launched.generation
+        kept = None
+        if batch.num_removals != launched.num_removals:
+            kept = batch.generation[step.rows] == launched.generation
         if launched.sample is not None:
-            self._store(result, launched, launched.sample.output(), kept[step.samples])
+            self._store(result, launched, launched.sample.output(), None if kept is None else kept[step.samples])
         if len(step.rows):
+            rows, ends = step.rows, step.ends
             # What a failed row wrote is not to be trusted.
-            whole = kept & ~batch.failed[step.rows]
-            ends = (step.starts + step.counts)[whole]
-            self._hashes.record(step.rows[whole], ends, batch.block_table, batch.token_ids)
+            untrusted = batch.failed[rows] if kept is None else batch.failed[rows] | ~kept
+            if untrusted.any():
+                rows, ends = rows[~untrusted], ends[~untrusted]
+            self._hashes.record(rows, ends, batch.block_table, batch.token_ids)
         return result
 
-    def _store(self, result: StepResult, launched: LaunchedStep, output: SamplerOutput, kept: BoolArray) -> None:
+    def _store(self, result: StepResult, launched: LaunchedStep, output: SamplerOutput, kept: BoolArray | None) -> None:
+        """kept [S]: which of the rows are still who they were; None where all are."""
         rows = launched.step.sampled_rows
         structured = self._batch.sampling.structured
-        failed = output.failed | ((self._batch.failed[rows] | structured.failed(rows)) & kept)
-        self._batch.store_sampled(rows[kept], launched.places[kept], output.token_ids[kept], failed[kept])
+        earlier = self._batch.failed[rows] | structured.failed(rows)
+        failed = output.failed | (earlier if kept is None else earlier & kept)
+        if kept is None:
+            self._batch.store_sampled(rows, launched.places, output.token_ids, failed)
+        else:
+            self._batch.store_sampled(rows[kept], launched.places[kept], output.token_ids[kept], failed[kept])
         self.times.spent("sampling")
-        result.token_ids = np.where(failed, FAILED_TOKEN_ID, output.token_ids).astype("<u4").tobytes()
+        result.token_ids = output.token_ids.astype("<u4").tobytes()
         result.logprobs = output.logprobs
         if failed.any():
+            result.token_ids = np.where(failed, FAILED_TOKEN_ID, output.token_ids).astype("<u4").tobytes()
             _report_failures(result, output, rows, failed, structured)
 
     def warm_up(self, samplings: Sequence[SamplingParams] = WARM_UP) -> None:
@@ -167,6 +176,8 @@ class ModelRunner:
     def _prompt_logprobs(self, step: Step, forward: Forward) -> list[RowPromptLogprobs]:
         """A token's entry comes with the step that computes the token before it; position 0 has none."""
         rows = self._batch
+        if not rows.with_prompt_logprobs:
+            return []
         wanted = np.flatnonzero(
             (rows.prompt_logprobs_start[step.rows] >= 0) & (step.starts < rows.num_prompt_tokens[step.rows])
         )
@@ -189,6 +200,7 @@ class ModelRunner:
                 results.append(RowPromptLogprobs(req_index, first - (entries[0] is None), entries))
         return results
 
+    @torch.inference_mode()
     def _score(self, hidden: torch.Tensor, targets: IntArray, num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets [N] by the model alone (no bias, no penalties) after hidden [N, H]."""
         vocab_size = self._batch.vocab_size
@@ -203,12 +215,14 @@ class ModelRunner:
 
 @dataclass(slots=True)
 class LaunchedStep:
-    """A loop.PendingStep. generation [R]: of its rows when it was launched; places [S]: of the sampled tokens."""
+    """A loop.PendingStep. generation [R], num_removals: of its rows and of the batch when it was launched; places [S]:
+    of the sampled tokens."""
 
     runner: ModelRunner
     step_result: StepResult
     step: Step
     generation: IntArray
+    num_removals: int
     sample: PendingSample | None = None
     places: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     _settled: StepResult | None = None

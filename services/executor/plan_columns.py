@@ -10,6 +10,8 @@ import numpy.typing as npt
 from quartet.shared.messages import NewRow, StepPlan
 
 IntArray = npt.NDArray[np.int64]
+_NONE = np.zeros(0, np.int64)
+_NONE.flags.writeable = False
 
 
 class PlanError(ValueError):
@@ -48,7 +50,7 @@ def unpack_plan(plan: StepPlan) -> PlanColumns:
         ],
         block_rows=_column("block_rows", plan.block_rows, "<u2"),
         block_ids=_column("block_ids", plan.block_ids, "<u4"),
-        decode_rows=np.flatnonzero(np.unpackbits(np.frombuffer(plan.decode_rows, np.uint8), bitorder="little")),
+        decode_rows=np.unpackbits(np.frombuffer(plan.decode_rows, np.uint8), bitorder="little").nonzero()[0],
         prefill_rows=_column("prefill_rows", plan.prefill_rows, "<u2"),
         prefill_counts=_column("prefill_counts", plan.prefill_counts, "<u4"),
     )
@@ -60,6 +62,8 @@ def unpack_plan(plan: StepPlan) -> PlanColumns:
 
 
 def _column(name: str, packed: bytes, dtype: str) -> IntArray:
+    if not packed:
+        return _NONE
     size = np.dtype(dtype).itemsize
     if len(packed) % size:
         raise PlanError(f"{name} has {len(packed)} bytes, no multiple of {size}")

@@ -57,7 +57,8 @@ def sample(
     A row whose logits are not finite, or are all masked, fails alone. `drawer`: of this `state`, for logits
     on the CPU.
     """
-    logits = logits[:, : state.vocab_size]
+    if logits.shape[1] != state.vocab_size:
+        logits = logits[:, : state.vocab_size]
     _adjust(logits, state, rows, output_indices)
     allowed = state.structured.allowed(rows)
     few = keep_allowed(logits, allowed) if allowed is not None else {}
@@ -111,9 +112,9 @@ def _row_max(logits: torch.Tensor) -> tuple[FloatArray, IntArray]:
 
 
 def _adjust(logits: torch.Tensor, state: SamplingRows, rows: IntArray, output_indices: IntArray) -> None:
-    masked = np.flatnonzero(output_indices < state.min_tokens[rows])
-    if not (state.logit_bias or state.token_counts or len(masked)):
+    if not (state.logit_bias or state.token_counts or state.stop_ids):
         return
+    masked = np.flatnonzero(output_indices < state.min_tokens[rows])
     req_indices = rows.tolist()
     biased = [(i, *state.logit_bias[r]) for i, r in enumerate(req_indices) if r in state.logit_bias]
     if biased:
@@ -295,6 +296,8 @@ def _largest(scaled: torch.Tensor, count: int) -> npt.NDArray[np.float32]:
 def _logprobs(
     logits: torch.Tensor, state: SamplingRows, rows: IntArray, token_ids: IntArray, failed: npt.NDArray[np.bool_]
 ) -> list[TokenLogprobs | None] | None:
+    if not state.with_logprobs:
+        return None
     wanted = state.num_logprobs[rows] >= 0
     if not wanted.any():
         return None

@@ -18,7 +18,8 @@ IntArray = npt.NDArray[np.int64]
 
 
 class SamplingRows:
-    """Columns of length `max_num_seqs`, and what few rows have (bias, penalties, ...) by row in dicts.
+    """Columns of length `max_num_seqs`, and what few rows have (bias, penalties, stop ids where there are
+    min_tokens, ...) by row in dicts.
 
     Token ids outside the vocabulary in a request's bias or stop ids are left out: the model cannot
     produce them.
@@ -41,6 +42,7 @@ class SamplingRows:
         self.logit_bias: dict[int, tuple[IntArray, npt.NDArray[np.float32]]] = {}
         self.token_counts: dict[int, TokenCounts] = {}
         self.stop_ids: dict[int, IntArray] = {}
+        self.with_logprobs: set[int] = set()
         self.structured = StructuredRows(max_num_seqs, vocab_size)
 
     def add(
@@ -65,6 +67,8 @@ class SamplingRows:
         self.seed[req_index] = params.seed
         self.choice_index[req_index] = choice_index
         self.num_logprobs[req_index] = -1 if params.logprobs is None else params.logprobs
+        if params.logprobs is not None:
+            self.with_logprobs.add(req_index)
         self.is_random[req_index] = params.temperature >= GREEDY_TEMPERATURE
         bias = {i: value for i, value in params.logit_bias.items() if 0 <= i < self.vocab_size}
         if bias:
@@ -90,6 +94,7 @@ class SamplingRows:
             self.logit_bias.pop(req_index, None)
             self.token_counts.pop(req_index, None)
             self.stop_ids.pop(req_index, None)
+            self.with_logprobs.discard(req_index)
             self.structured.remove(req_index)
             self.min_tokens[req_index] = 0
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 
 from quartet.services.executor.attention.torch_paged import TorchPagedAttention
-from quartet.services.executor.engine import Model, TorchEngine
+from quartet.services.executor.engine import Engine, Model, TorchEngine
 from quartet.services.executor.gpu_startup import BuildModel, is_interpreted, load_gpu_runner, pick_device
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
 from quartet.services.executor.model_runner import ModelRunner
 from quartet.services.executor.models.config import ModelConfig, ModelError
 from quartet.services.executor.native.decoder import NativeDecoder, Quantization, why_not
+from quartet.services.executor.native.engine import NativeEngine
 from quartet.services.executor.native.library import Isa, detect_isa
 from quartet.services.executor.native.sampler import NativeSampler, can_sample
 from quartet.services.executor.resources import available_memory, has_native_bfloat16, num_cpus, num_kv_blocks
@@ -80,14 +81,19 @@ def _load_cpu_runner(
         block_size=settings.block_size,
         vocab_size=config.vocab_size,
     )
-    times = StepTimes(decoder.times) if isinstance(decoder, NativeDecoder) else StepTimes()
-    drawer = NativeSampler(batch.sampling, num_threads) if can_sample() else None
-    engine = TorchEngine(decoder, kv_cache, TorchPagedAttention(), batch, device, times, drawer)
-    runner = ModelRunner(engine, batch)
+    runner = ModelRunner(make_engine(decoder, kv_cache, batch, num_threads), batch)
     started = time.monotonic()
     runner.warm_up()
     _log.info("warmed up", seconds=round(time.monotonic() - started, 2))
     return runner, batch, dtype_name
+
+
+def make_engine(decoder: Model, kv_cache: KVCache, batch: InputBatch, num_threads: int) -> Engine:
+    """Of the decoder's kind, on the CPU."""
+    sampler = NativeSampler(batch.sampling, num_threads) if can_sample() else None
+    if isinstance(decoder, NativeDecoder) and sampler is not None:
+        return NativeEngine(decoder, kv_cache, batch, sampler, StepTimes(decoder.times))
+    return TorchEngine(decoder, kv_cache, TorchPagedAttention(), batch, torch.device("cpu"), drawer=sampler)
 
 
 def _model_info(files: ModelFiles, batch: InputBatch, dtype_name: str, device: torch.device) -> ModelInfo:

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from quartet.services.executor.attention.torch_paged import TorchPagedAttention
+from quartet.services.executor.engine import Engine as ComputeEngine
 from quartet.services.executor.engine import TorchEngine
 from quartet.services.executor.input_batch import InputBatch
 from quartet.services.executor.kv_cache import KVCache
@@ -16,6 +17,7 @@ from quartet.services.executor.loop import ExecutorLoop
 from quartet.services.executor.model_runner import ModelRunner
 from quartet.services.executor.models.config import ModelConfig
 from quartet.services.executor.native.decoder import NativeDecoder
+from quartet.services.executor.startup import make_engine
 from quartet.services.executor.weights import load_decoder, load_with
 from quartet.services.executor.weights.loader import Parameters
 from quartet.services.scheduler.core import EXECUTOR, SchedulerCore
@@ -136,7 +138,9 @@ class Engine(Line):
         max_num_seqs: int = 64,
         dtype: str = "float32",
         native: Callable[[ModelConfig, Parameters], NativeDecoder] | None = None,
+        as_tensors: bool = False,
     ) -> None:
+        """`as_tensors`: the kernels are called as a model of torch's is."""
         decoder = load_decoder(path, dtype, "cpu") if native is None else load_with(native, path, "bfloat16")
         device = torch.device("cpu")
         self.config = decoder.config
@@ -152,5 +156,8 @@ class Engine(Line):
         cache = KVCache(self.config, num_blocks, 16, decoder.dtype, device)
         for pool in cache.keys + cache.values:
             pool.fill_(float("nan"))
-        engine = TorchEngine(decoder, cache, TorchPagedAttention(), batch, device)
+        if native is None or as_tensors:
+            engine: ComputeEngine = TorchEngine(decoder, cache, TorchPagedAttention(), batch, device)
+        else:
+            engine = make_engine(decoder, cache, batch, num_threads=2)
         super().__init__(ModelRunner(engine, batch), batch, dtype)

@@ -118,16 +118,18 @@ class NativeDecoder:
             self._set_matrix(0, _HEAD, head_format, [load(LM_HEAD)])
 
         self._rotary = RotaryEmbedding(config.rope, config.head_size, self.device)
-        self._cos = self._sin = torch.empty(0)
-        self._logits = torch.empty(0, config.vocab_size)
+        self._cos_sin = torch.empty(0), torch.empty(0)
+        self._angles, self._num_angles = (0, 0), 0
+        # Of the first rows of one piece of memory, by their number.
+        self._logits: dict[int, torch.Tensor] = {}
+        self._logits_address = 0
+        self._max_logits = 0
         self._cache: KVCache | None = None
         self._keys = self._values = (c_void_p * 0)()
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """As Decoder.forward; hidden states [T, hidden_size] bfloat16."""
-        self._use_cache(kv_cache)
-        self._extend_angles(max(batch.seq_lens_list))
-        num_tokens = len(batch.token_ids)
+        num_tokens = batch.query_start_loc_list[-1]
         hidden = torch.empty(num_tokens, self.config.hidden_size, dtype=self.dtype)
         step = Step(
             num_tokens=num_tokens,
@@ -140,25 +142,34 @@ class NativeDecoder:
             query_start_loc=batch.query_start_loc.data_ptr(),
             seq_lens=batch.seq_lens.data_ptr(),
             block_tables=batch.block_tables.data_ptr(),
-            keys=self._keys,
-            values=self._values,
-            cos=self._cos.data_ptr(),
-            sin=self._sin.data_ptr(),
             hidden=hidden.data_ptr(),
         )
-        _check_memory(self._library.quartet_decoder_forward(self._handle, step))
+        self.use_cache(kv_cache, step)
+        self.run(step, max(batch.seq_lens_list))
         return hidden
+
+    def run(self, step: Step, longest: int) -> None:
+        """Writes the hidden states of a step that has been told its cache; `longest` of its seq_lens."""
+        if longest > self._num_angles:
+            self._extend_angles(longest)
+        step.cos, step.sin = self._angles
+        _check_memory(self._library.quartet_decoder_forward(self._handle, step))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden_size] -> [S, vocab_size] float32, valid until the next call: memory is used again."""
         hidden = hidden.contiguous()
-        num_rows = len(hidden)
-        if num_rows > len(self._logits):
-            self._logits = torch.empty(num_rows, self.config.vocab_size)
-        logits = self._logits[:num_rows]
-        _check_memory(
-            self._library.quartet_decoder_logits(self._handle, hidden.data_ptr(), num_rows, logits.data_ptr())
-        )
+        return self.project(hidden.data_ptr(), len(hidden))
+
+    def project(self, hidden: int, num_rows: int) -> torch.Tensor:
+        """As compute_logits, of rows at an address. As many rows come out as the same tensor each time."""
+        logits = self._logits.get(num_rows)
+        if logits is None:
+            if num_rows > self._max_logits:
+                self._max_logits = num_rows
+                self._logits = {num_rows: torch.empty(num_rows, self.config.vocab_size)}
+                self._logits_address = self._logits[num_rows].data_ptr()
+            logits = self._logits[num_rows] = self._logits[self._max_logits][:num_rows]
+        _check_memory(self._library.quartet_decoder_logits(self._handle, hidden, num_rows, self._logits_address))
         return logits
 
     def times(self) -> dict[str, float]:
@@ -227,9 +238,13 @@ class NativeDecoder:
 
     # --- what steps share -------------------------------------------------------------------------
 
-    def _use_cache(self, kv_cache: KVCache) -> None:
-        if self._cache is kv_cache:
-            return
+    def use_cache(self, kv_cache: KVCache, step: Step) -> None:
+        """Tells the step where keys and values are. Raises ValueError where they are not held as needed."""
+        if self._cache is not kv_cache:
+            self._take_cache(kv_cache)
+        step.keys, step.values = self._keys, self._values
+
+    def _take_cache(self, kv_cache: KVCache) -> None:
         if kv_cache.block_size != self._block_size or kv_cache.keys[0].dtype != self.dtype:
             raise ValueError("the cache is not the one that this decoder was made for")
         self._cache = kv_cache
@@ -240,11 +255,11 @@ class NativeDecoder:
         self._values = (c_void_p * num_layers)(*[values.data_ptr() for values in kv_cache.values])
 
     def _extend_angles(self, num_positions: int) -> None:
-        if num_positions <= len(self._cos):
-            return
         half = self.config.head_size // 2
         cos, sin = self._rotary(torch.arange(max(_FIRST_ANGLES, 2 * num_positions)))
-        self._cos, self._sin = cos[:, 0, :half].contiguous(), sin[:, 0, half:].contiguous()
+        self._cos_sin = cos[:, 0, :half].contiguous(), sin[:, 0, half:].contiguous()
+        self._angles = self._cos_sin[0].data_ptr(), self._cos_sin[1].data_ptr()
+        self._num_angles = len(self._cos_sin[0])
 
 
 def _num_inner(weight: torch.Tensor) -> int:

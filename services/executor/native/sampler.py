@@ -33,6 +33,7 @@ class NativeSampler:
         self._state = state
         # A step's columns are copied to where the kernel looks: a copy of few numbers is cheaper than an address.
         self._reserve(len(state.is_random))
+        self._logits: torch.Tensor | None = None
 
     def _reserve(self, max_rows: int) -> None:
         state = self._state
@@ -66,7 +67,11 @@ class NativeSampler:
         self._rows[:num_rows] = rows
         self._output_indices[:num_rows] = output_indices
         step = self._step
-        step.num_rows, step.stride, step.logits = num_rows, logits.stride(0), logits.data_ptr()
+        step.num_rows = num_rows
+        # Mostly the same memory again.
+        if logits is not self._logits:
+            self._logits, self._stride, self._address = logits, logits.stride(0), logits.data_ptr()
+        step.stride, step.logits = self._stride, self._address
         if self._sample(self._handle, step) < 0:
             raise MemoryError("the kernels could not get memory")
         return self._token_ids[:num_rows].copy(), self._failed[:num_rows].copy()

@@ -69,18 +69,22 @@ class DeviceEngine:
         self._static = torch.empty(0, dtype=torch.uint8, device=device)
         self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    @torch.inference_mode()
     def add_rows(self, req_indices: Sequence[int]) -> None:
         self._sampler.add(req_indices)
 
+    @torch.inference_mode()
     def forward(self, step: Step) -> Forward:
         size = None
         if self._graphs is not None and step.num_decodes == len(step.rows):
             size = self._graphs.size_for(step.num_decodes)
         return self._eager(step) if size is None else self._replay(step, size)
 
+    @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.compute_logits(hidden)
 
+    @torch.inference_mode()
     def sample(self, step: Step, forward: Forward) -> DownloadedSample:
         assert isinstance(forward, _DeviceForward)
         logits = forward.logits
