@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quartet.services.executor.allowed_tokens import keep_allowed
 from quartet.services.executor.attention.interface import AttentionBackend
 from quartet.services.executor.engine import Forward
 from quartet.services.executor.forward_batch import ForwardBatch
@@ -91,9 +90,6 @@ class DeviceEngine:
         if logits is None:
             logits = self._model.compute_logits(forward.hidden.index_select(0, forward.logits_indices))
         self.times.spent("logits")
-        allowed = self._batch.sampling.structured.allowed(step.sampled_rows)
-        if allowed is not None:
-            keep_allowed(logits[:, : self._batch.vocab_size], allowed)
         sample = self._sampler.sample(logits, forward.rows, forward.output_indices, step.sampled_rows)
         download = self._transfers.download([sample.token_ids, *(sample.logprobs or ())])
         num_logprobs = self._batch.sampling.num_logprobs[step.sampled_rows]
