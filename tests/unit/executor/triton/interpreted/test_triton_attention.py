@@ -148,8 +148,17 @@ def edges(block_size: int) -> list[Row]:
     return [(1, seq_len) for seq_len in decodes] + chunks
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64])
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+# Each head size and each block size at least once; the others in the long run.
+QUICK_SIZES = {(64, 16), (64, 64), (80, 32), (96, 16), (128, 64), (256, 32)}
+
+
+@pytest.mark.parametrize(
+    ("head_size", "block_size"),
+    [
+        pytest.param(*sizes, marks=[] if sizes in QUICK_SIZES else [pytest.mark.slow])
+        for sizes in itertools.product((64, 80, 96, 128, 256), (16, 32, 64))
+    ],
+)
 def test_head_and_block_sizes(head_size: int, block_size: int) -> None:
     check(Shape(head_size=head_size, block_size=block_size), edges(block_size))
 
@@ -191,7 +200,7 @@ def test_a_chunk_of_many_tiles_after_a_computed_prefix() -> None:
     check(Shape(num_heads=8, num_kv_heads=1), [(1, 5), (100, 333), (50, 50)])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(i, marks=pytest.mark.slow) for i in range(6, 12))])
 def test_random_batches(seed: int) -> None:
     generator = random.Random(seed)
     decodes = [(1, generator.choice([0, 1, generator.randrange(1, 40), generator.randrange(1, 300)])) for _ in range(5)]
