@@ -24,7 +24,8 @@ def find_chromium():
     return named or next((path for path in found if path), None)
 
 
-@pytest.fixture(scope="session")
+# Not for the session: as long as it is there it runs an event loop in this thread, and tests elsewhere run their own.
+@pytest.fixture(scope="module")
 def browser():
     sync_api.expect.set_options(timeout=TIMEOUT)
     path = find_chromium()

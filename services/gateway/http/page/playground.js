@@ -34,7 +34,7 @@ export class Playground {
     this.prompt.addEventListener("input", () => this.fitPrompt());
     $("stop").addEventListener("click", () => this.running?.abort());
     addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.running) this.running.abort();
+      if (event.key === "Escape" && !event.defaultPrevented) this.running?.abort();
     });
     $("new-chat").addEventListener("click", () => {
       this.clear();
@@ -53,7 +53,11 @@ export class Playground {
     };
     $("open-settings").addEventListener("click", () => showSettings(true));
     $("close-settings").addEventListener("click", () => showSettings(false));
-    settings.addEventListener("keydown", (event) => event.key === "Escape" && showSettings(false));
+    settings.addEventListener("keydown", (event) => {
+      if (event.key !== "Escape" || !settings.classList.contains("open")) return;
+      event.preventDefault();
+      showSettings(false);
+    });
   }
 
   clear() {

@@ -36,7 +36,10 @@ export class TokenView {
     const at = this.tokens.indexOf(document.activeElement);
     const last = this.tokens.length - 1;
     const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: last }[event.key];
-    if (event.key === "Escape") hide();
+    if (event.key === "Escape" && open) {
+      event.preventDefault(); // which would also stop the answer
+      hide();
+    }
     if (at < 0 || to === undefined || to < 0 || to > last) return;
     event.preventDefault();
     this.tokens[at].tabIndex = -1;
