@@ -12,7 +12,7 @@ import itertools
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quartet.shared.address import split_address
 from quartet.shared.log import get_logger
@@ -130,7 +130,7 @@ def registry(collector: Collector) -> CollectorRegistry:
 
     made = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=made)
-    made.register(collector)
+    made.register(cast("Any", collector))  # it is one by its methods
     return made
 
 

@@ -22,7 +22,7 @@ from quartet.shared.messages import FinishReason, ModelInfo, RequestEvent
 if TYPE_CHECKING:
     from quartet.services.scheduler.recorder import Recorder
     from quartet.services.scheduler.settings import SchedulerSettings
-    from quartet.shared.tracing import Tracer
+    from quartet.shared.tracing import Attributes, Tracer
 
 # A request that has died so often without passing where it died before runs alone until it does.
 MAX_DEATHS = 2
@@ -211,7 +211,7 @@ class SchedulerState:
 
     def _trace_queue(self, request: Request, tracer: Tracer) -> None:
         now = self.metrics.clock()
-        attributes = {
+        attributes: Attributes = {
             "gen_ai.request.id": f"{request.request_id:016x}",
             "gen_ai.latency.time_in_queue": now - request.queued_at,
             "quartet.choice": request.index,

@@ -49,7 +49,7 @@ from quartet.shared.messages import (
 from quartet.shared.metrics import Collector, Families, MetricsServer, service_source
 from quartet.shared.sampling_params import InvalidField, StructuredOutput, validate_token_ids
 from quartet.shared.trace_context import checked
-from quartet.shared.tracing import REQUEST_ID, USAGE_PROMPT_TOKENS, Tracer
+from quartet.shared.tracing import REQUEST_ID, USAGE_PROMPT_TOKENS, Attributes, Tracer
 from quartet.shared.transport import Dialer
 
 TICK = 1.0
@@ -225,7 +225,7 @@ class TokenizerService:
 
     def _trace_encoding(self, submit: Submit, since: float, num_tokens: int) -> None:
         if self.tracer is not None and submit.trace_context:
-            attributes = {
+            attributes: Attributes = {
                 REQUEST_ID: f"{submit.request_id:016x}",
                 USAGE_PROMPT_TOKENS: num_tokens,
                 "quartet.attempt": submit.attempt,
