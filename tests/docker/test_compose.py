@@ -59,15 +59,9 @@ def test_each_side_has_only_its_keys(line: Compose) -> None:
 def test_a_stranger_on_the_network_gets_nothing(line: Compose) -> None:
     """A tokenizer without keys is refused by gateway and scheduler, and says why."""
     name = f"{PROJECT}-stranger"
-    command = ["run", "--detach", "--name", name, "--network", f"{PROJECT}_links", f"{PROJECT}-tokenizer", "tokenizer"]
-    command += [
-        "--tokenizer",
-        "byte",
-        "--scheduler-link",
-        "tcp://scheduler:5702",
-        "--gateway-links",
-        "tcp://gateway:5701",
-    ]
+    command = ["run", "--detach", "--name", name, "--network", f"{PROJECT}_links"]
+    command += ["--volume", f"{PROJECT}_models:/var/cache/quartet:ro", f"{PROJECT}-tokenizer", "tokenizer"]
+    command += ["--scheduler-link", "tcp://scheduler:5702", "--gateway-links", "tcp://gateway:5701"]
     docker(*command)
     try:
 
@@ -75,10 +69,11 @@ def test_a_stranger_on_the_network_gets_nothing(line: Compose) -> None:
             said = docker("logs", name)
             return said.stdout + said.stderr
 
-        eventually(lambda: log().count("connection refused") >= 2, 60)
+        eventually(lambda: log().count("connection refused") >= 2, 30)
         assert "peer up" not in log()
         assert docker("exec", name, "quartet", "health", "tokenizer", check=False).returncode == 1
     finally:
+        print(log()[-2000:])
         docker("rm", "--force", name)
 
 

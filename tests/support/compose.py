@@ -31,7 +31,7 @@ def docker(*arguments: str, check: bool = True, **options: Any) -> subprocess.Co
 
 
 def run(
-    command: list[str], check: bool = True, timeout: float = 600, **options: Any
+    command: list[str], check: bool = True, timeout: float = 1200, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
     assert not check or ran.returncode == 0, f"{' '.join(command)}: {ran.stdout[-2000:]}\n{ran.stderr[-4000:]}"
