@@ -24,7 +24,6 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Compose:
     settings = {
         "executor": {
             "QUARTET_EXECUTOR_DTYPE": "float32",
-            "QUARTET_EXECUTOR_NUM_THREADS": "1",
             "QUARTET_EXECUTOR_NUM_BLOCKS": "1024",
             "QUARTET_EXECUTOR_MAX_MODEL_LEN": "2048",
         }

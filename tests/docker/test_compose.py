@@ -59,8 +59,9 @@ def test_each_side_has_only_its_keys(line: Compose) -> None:
 def test_a_stranger_on_the_network_gets_nothing(line: Compose) -> None:
     """A tokenizer without keys is refused by gateway and scheduler, and says why."""
     name = f"{PROJECT}-stranger"
+    models = json.loads(line("config", "--format", "json").stdout)["volumes"]["models"]["name"]
     command = ["run", "--detach", "--name", name, "--network", f"{PROJECT}_links"]
-    command += ["--volume", f"{PROJECT}_models:/var/cache/quartet:ro", f"{PROJECT}-tokenizer", "tokenizer"]
+    command += ["--volume", f"{models}:/var/cache/quartet:ro", f"{PROJECT}-tokenizer", "tokenizer"]
     command += ["--scheduler-link", "tcp://scheduler:5702", "--gateway-links", "tcp://gateway:5701"]
     docker(*command)
     try:
