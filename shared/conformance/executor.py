@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quartet.shared.block_hash import HASH_BYTES, block_hash, hash_root, pack_token_ids
-from quartet.shared.conformance import link_checks
+from quartet.shared.conformance import link_checks, watching
 from quartet.shared.conformance.columns import pack_bits, pack_u16, pack_u32, unpack_u32
 from quartet.shared.conformance.report import Report
 from quartet.shared.conformance.structured import EXECUTOR_RULES, structured_rows
@@ -55,6 +55,7 @@ RULES = link_checks.DIALLER_RULES | {
     "hashes.rewritten": "a block that is being written anew is not offered under its old name",
     "hashes.root": "a row's hash_root begins its chain",
     **EXECUTOR_RULES,
+    **watching.EXECUTOR_RULES,
 }
 
 FORCED = 100.0
@@ -613,6 +614,7 @@ SCENARIOS: dict[str, Callable[[ExecutorKit], None]] = {
         logprobs,
         failed_row,
         structured_rows,
+        watching.timed_steps,
         gaps,
         contradictions,
         nothing_applied,

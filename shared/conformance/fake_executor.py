@@ -32,6 +32,7 @@ from quartet.shared.messages import (
     Takeover,
     TokenLogprobs,
     Vocabulary,
+    WatchSteps,
 )
 
 MODEL = ModelInfo("conformance", "conformance", 1000, 256, 64, 4, 8, 32, "float32", "none")
@@ -102,6 +103,7 @@ class FakeExecutor:
         self.kv: dict[tuple[int, int], int] = {}
         self.hashes: dict[int, bytes] = {}
         self.rows: dict[int, Row] = {}
+        self.watch_steps: list[bool] = []
         self.epoch = 0
         self.granting = True
         self.granted = False
@@ -178,6 +180,8 @@ class FakeExecutor:
             self._plan(message)
         elif isinstance(message, Vocabulary) and self.model.structured_output:
             self.vocabularies.append(message)
+        elif isinstance(message, WatchSteps):
+            self.watch_steps.append(message.enabled)
         else:
             self.report.check("plan.takeover", False, f"a {type(message).__name__} came to an executor")
 

@@ -26,6 +26,8 @@ from quartet.shared.messages import (
     Submit,
     TextPrompt,
     TokenLogprobs,
+    WatchEnded,
+    WatchEvents,
 )
 
 
@@ -67,6 +69,7 @@ class FakeGateway:
         self.report = loop.report
         self.streams: dict[int, Stream] = {}
         self.answers: dict[int, AnyMessage] = {}
+        self.watched: list[AnyMessage] = []
         self._next_call = 1
 
     def encode(self, text: str, add_special_tokens: bool = False) -> Encoded:
@@ -120,6 +123,8 @@ class FakeGateway:
         elif isinstance(message, PromptLogprobs):
             if (stream := self._stream(message)) is not None:
                 stream.prompt_logprobs += message.entries[len(stream.prompt_logprobs) - message.start :]
+        elif isinstance(message, (WatchEvents, WatchEnded)):
+            self.watched.append(message)
         else:
             self.report.check("link.frames", False, f"a {type(message).__name__} came to a gateway")
 

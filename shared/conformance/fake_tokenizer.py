@@ -31,6 +31,7 @@ from quartet.shared.messages import (
     Release,
     Role,
     TokenLogprobs,
+    WatchEvents,
 )
 from quartet.shared.sampling_params import SamplingParams
 
@@ -101,6 +102,7 @@ class FakeTokenizer:
         self.executor = executor
         self.asked: dict[int, Asked] = {}
         self.loads: dict[int, Loads | CallFailed] = {}
+        self.watched: list[WatchEvents] = []
         self._next_call = 1
 
     def ask(
@@ -229,6 +231,8 @@ class FakeTokenizer:
                 asked.failed = message
         elif isinstance(message, PromptLogprobs):
             self._prompt_logprobs(message)
+        elif isinstance(message, WatchEvents):
+            self.watched.append(message)
         else:
             self.report.check("link.frames", False, f"a {type(message).__name__} came to a tokenizer")
 

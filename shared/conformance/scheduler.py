@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from quartet.shared.conformance import link_checks
+from quartet.shared.conformance import link_checks, watching
 from quartet.shared.conformance.columns import pack_u32
 from quartet.shared.conformance.fake_executor import MODEL, FakeExecutor
 from quartet.shared.conformance.fake_tokenizer import EOS, Asked, FakeTokenizer, continuation
@@ -72,6 +72,7 @@ RULES = link_checks.BINDER_RULES | {
     "loads.answered": "GetLoads is answered with its call id, after all that was sent before it",
     "loads.idle": "when all is done nothing is running, waiting or retained, and every block is free",
     **SCHEDULER_RULES,
+    **watching.SCHEDULER_RULES,
 }
 
 
@@ -685,5 +686,6 @@ SCENARIOS: dict[str, Callable[[SchedulerKit], None]] = {
         two_tokenizers,
         refusals,
         structured_requests,
+        watching.watched_line,
     )
 }

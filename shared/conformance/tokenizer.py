@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from quartet.shared.conformance import link_checks
+from quartet.shared.conformance import link_checks, watching
 from quartet.shared.conformance.fake_gateway import Choice, FakeGateway, Stream
 from quartet.shared.conformance.report import Report
 from quartet.shared.conformance.structured import TOKENIZER_RULES, structured_submits
@@ -80,6 +80,7 @@ RULES = link_checks.DIALLER_RULES | {
     "calls.decode": "Decode gives the text of ids, and refuses ids that are none",
     "calls.loads": "GetLoads is passed on and its answer back; without a scheduler it fails with UNAVAILABLE",
     **TOKENIZER_RULES,
+    **watching.TOKENIZER_RULES,
 }
 
 PLAIN = "The quick brown fox jumps over the lazy dog and runs away into the dark forest."
@@ -666,5 +667,6 @@ SCENARIOS: dict[str, Callable[[TokenizerKit], None]] = {
         ends,
         refusals,
         structured_submits,
+        watching.watching_gateway,
     )
 }

@@ -15,6 +15,7 @@ from quartet.services.executor.loop import ExecutorLoop
 from quartet.services.executor.model_runner import ModelRunner
 from quartet.services.executor.plan_columns import PlanError
 from quartet.services.executor.service import ExecutorService
+from quartet.services.executor.step_timing import StepTiming
 from quartet.services.executor.structured_rows import StructuredRows
 from quartet.shared.block_hash import hash_root
 from quartet.shared.link import DialerLink
@@ -148,6 +149,18 @@ def blames_no_text() -> None:
     StructuredRows.invalid = lambda self, req_index: False  # type: ignore[method-assign]
 
 
+def names_another_step() -> None:
+    original = StepTiming.end
+
+    def end(self: StepTiming, epoch: int, step_id: int) -> Any:
+        timed = original(self, epoch, step_id)
+        if timed is not None:
+            timed.step_id += 1
+        return timed
+
+    StepTiming.end = end  # type: ignore[method-assign]
+
+
 # Each fault with the scenario that meets it and the rule that must be named.
 FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     forgets_session_check: ("scheduler_link", "link.fencing"),
@@ -167,6 +180,7 @@ FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     ignores_structured_output: ("structured_rows", "structured.kept"),
     begins_structured_output_anew: ("structured_rows", "structured.resumed"),
     blames_no_text: ("structured_rows", "structured.invalid"),
+    names_another_step: ("timed_steps", "watch.timed"),
 }
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from quartet.services.scheduler.rows import Rows
 from quartet.services.scheduler.schedule import StepScheduler
 from quartet.services.scheduler.service import SchedulerService
 from quartet.services.scheduler.state import SchedulerState
+from quartet.services.scheduler.watchers import Watchers
 from quartet.shared import link
 from quartet.shared.block_hash import hash_root
 from quartet.shared.link import BinderLink
@@ -208,6 +209,21 @@ def takes_the_blame_for_texts() -> None:
     SchedulerCore.step_result = step_result  # type: ignore[method-assign]
 
 
+def tells_of_no_freed_blocks() -> None:
+    original = BlockPool.free_blocks
+
+    def free_blocks(self: BlockPool, block_table: Any) -> None:
+        changed, self.changed = self.changed, None
+        original(self, block_table)
+        self.changed = changed
+
+    BlockPool.free_blocks = free_blocks  # type: ignore[method-assign]
+
+
+def goes_on_telling() -> None:
+    Watchers.leave = lambda self, key: None  # type: ignore[method-assign]
+
+
 # Each fault with the scenario that meets it and the rule that must be named.
 FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     forgets_session_check: ("tokenizer_link", "link.fencing"),
@@ -234,6 +250,8 @@ FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     refuses_nothing: ("refusals", "refuse.field"),
     keeps_vocabularies_to_itself: ("structured_requests", "structured.passed"),
     takes_the_blame_for_texts: ("structured_requests", "structured.invalid"),
+    tells_of_no_freed_blocks: ("watched_line", "watch.account"),
+    goes_on_telling: ("watched_line", "watch.steps"),
 }
 
 if __name__ == "__main__":

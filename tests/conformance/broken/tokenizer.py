@@ -14,6 +14,7 @@ from quartet.services.tokenizer.request import Request
 from quartet.services.tokenizer.service import TokenizerService
 from quartet.services.tokenizer.stop_strings import StopStrings
 from quartet.services.tokenizer.stream import OutputStream
+from quartet.services.tokenizer.watching import Watching
 from quartet.shared import link
 from quartet.shared.link import DialerLink
 from quartet.shared.messages import ChoicePast, Finish, Message, Release
@@ -165,6 +166,16 @@ def compiles_nothing() -> None:
     GrammarChecker.check = lambda self, submit: submit.sampling.structured  # type: ignore[method-assign]
 
 
+def forgets_who_watches() -> None:
+    original = TokenizerCore.scheduler_down
+
+    def scheduler_down(self: TokenizerCore) -> None:
+        self._watching = Watching()
+        original(self)
+
+    TokenizerCore.scheduler_down = scheduler_down  # type: ignore[method-assign]
+
+
 # Each fault with the scenario that meets it and the rule that must be named.
 FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     forgets_session_check: ("gateway_link", "link.fencing"),
@@ -185,6 +196,7 @@ FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     refuses_nothing: ("refusals", "refuse.field"),
     keeps_its_vocabulary: ("structured_submits", "structured.passed"),
     compiles_nothing: ("structured_submits", "structured.refused"),
+    forgets_who_watches: ("watching_gateway", "watch.ended"),
 }
 
 if __name__ == "__main__":
