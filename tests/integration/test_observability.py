@@ -51,7 +51,8 @@ def check_tree(spans, parent_id):
     return request
 
 
-def test_counters_add_up_and_spans_form_a_tree_through_kills(small, tiny_model, collector):
+def test_counters_add_up_and_spans_form_a_tree_through_kills(small, tiny_model, collector, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     stack = small(
         model=tiny_model[0],
         tokenizer_tokenizer="byte",
@@ -82,7 +83,8 @@ def test_counters_add_up_and_spans_form_a_tree_through_kills(small, tiny_model, 
     assert len(json.load(urllib.request.urlopen(call, timeout=60))["choices"]) == 2
     # One whose client leaves, and one that no line of this size can have.
     left = generate(new_trace()[0], max_tokens=4000)
-    next(left)
+    while next(left).WhichOneof("event") != "chunk":
+        pass
     left.cancel()
     with pytest.raises(grpc.RpcError):
         list(generate(new_trace()[0], max_tokens=5000))
@@ -100,11 +102,11 @@ def test_counters_add_up_and_spans_form_a_tree_through_kills(small, tiny_model, 
     # A stream through three deaths.
     through_deaths = new_trace()
     stream = generate(through_deaths[0], max_tokens=3000)
-    for victim in ("tokenizer", "scheduler", "executor"):
+    for victim, span in (("tokenizer", "tokenize"), ("scheduler", "queue"), ("executor", "prefill")):
         for _ in range(20):
             next(stream)
-        if victim == "executor":
-            eventually(lambda: len(seen(collector, through_deaths, "prefill")) >= 1, 30.0)
+        # What a process has not sent dies with it.
+        eventually(lambda span=span: seen(collector, through_deaths, span), 30.0)
         stack.restart(victim)
     responses = list(stream)
     assert responses[-1].completion.usage.completion_tokens == 3000
