@@ -33,18 +33,17 @@ class Credentials:
         return [path for path in paths if path]
 
     def reload_if_changed(self) -> None:
-        signature = self._signature()
-        if signature != self._seen:
-            self._seen = signature
+        if self._signature() != self._seen:
             self.reload()
 
     def reload(self) -> None:
         """Reads the files again. What cannot be used is told in the log, and the former stays; so does a certificate
         whose key has not been written yet."""
+        self._seen = self._signature()
         try:
             entries = self._settings.read_key_entries()
             tls = self._settings.read_tls()
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # also one that is taken away while it is read
             _log.error("credentials not reloaded", error=str(error))
             return
         self.keys.replace(entries)

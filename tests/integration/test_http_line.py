@@ -265,6 +265,14 @@ def test_f6_a_prompt_that_cannot_fit_tells_both_counts_unless_it_may_be_cut(http
     assert bad.status == 400 and bad.error["param"] == "prompt[1]"
 
 
+def test_g6_an_answer_of_more_than_four_megabytes_comes_whole(http):
+    body = {"prompt": [97, 98] * 2000, "prompt_logprobs": 20, "max_tokens": 0}
+    reply = post(http, COMPLETIONS, body)
+    (choice,) = reply.json()["choices"]
+    assert len(reply.body) > 4 << 20 and len(choice["prompt_logprobs"]) == 4000
+    assert all(20 <= len(entry) <= 21 for entry in choice["prompt_logprobs"][1:])
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["queue", "prefill", "decode"])
 def test_c12_a_client_that_leaves_ends_its_work_in_every_phase(line, http, phase, stream):

@@ -47,11 +47,11 @@ def request_bytes(method: str, path: str, body: Any = None, headers: dict[str, s
 
 
 def parse_reply(data: bytes, head_only: bool = False) -> Reply:
-    """A whole response, up to the connection's end. `head_only`: it answers HEAD."""
+    """A whole response, up to the connection's end. `head_only`: its head is all there is, as where it answers HEAD."""
     head, _, body = data.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    if headers.get("transfer-encoding") == "chunked":
+    if headers.get("transfer-encoding") == "chunked" and not head_only:
         body = _unchunk(body)
     elif "content-length" in headers and not head_only:
         assert len(body) == int(headers["content-length"]), (headers, len(body))

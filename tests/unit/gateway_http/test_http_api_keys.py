@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.gateway_fakes import gateway as grpc_gateway
 from support.gateway_fakes import in_loop, until
+from support.http import parse_reply, request_bytes
 from support.http_fakes import http_gateway
 
 from quartet.services.cli.keys import main as keys_main
@@ -54,6 +55,13 @@ def routes(gateway):
                 yield method, path
 
 
+async def status(gateway, method, path, headers):
+    """Not waiting for a response's end: some go on for ever."""
+    async with gateway.connect() as (reader, writer):
+        writer.write(request_bytes(method, path, headers=headers))
+        return parse_reply(await reader.readuntil(b"\r\n\r\n"), head_only=True).status
+
+
 @in_loop
 async def test_g11_every_http_route_but_liveness_needs_a_key():
     async with http_gateway(api_key_hashes=HASHES, call_timeout=0.05) as gateway:
@@ -70,7 +78,7 @@ async def test_g11_every_http_route_but_liveness_needs_a_key():
                 if method != "HEAD":
                     assert reply.json()["error"]["type"] == "authentication_error"
             for right in (BEARER, {"x-api-key": KEY}, basic(KEY)):
-                assert (await gateway.call(method, path, headers=right)).status != 401
+                assert await status(gateway, method, path, right) not in (401, 500)
         assert gateway.peer.all(Submit) == []
         assert (await gateway.call("GET", "/health")).status == 200
         headers = {"authorization": f"bearer {OTHER}"}
