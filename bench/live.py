@@ -1,6 +1,6 @@
 """What somebody who looks at /live costs: prints one JSON object.
 
-    python -m bench.live [--rounds 5] [--loads 32 1]
+    python -m bench.live [--rounds 5] [--parts steps 32 1]
 
 Rounds of each load in turns, without a viewer and with one at the default interval, in one run of the line; and a
 step of the scheduler alone with 256 decodes, unwatched and watched. The viewer is a process of its own that reads.
@@ -99,53 +99,72 @@ def measure_load(load: Load, address: str, port: int, pids: dict[str, int], roun
     }
 
 
-def measure_steps(num_steps: int, watched: bool) -> float:
-    """Mean ms of a step of 256 decodes: result in, outputs made, next plan and whatever is told encoded."""
-    core = new_core(NUM_SEQS * (CONTEXT + 2 * num_steps) // 16, 1 << 20)
+def measure_steps(num_steps: int) -> dict[str, float]:
+    """Median ms of a step of 256 decodes (result in, next plan encoded) while nobody looks and while somebody does,
+    and of what is told after five of them, encoded."""
+    ahead = 0.0
+    core = new_core(NUM_SEQS * (CONTEXT + 4 * num_steps) // 16, 1 << 20, lambda: time.monotonic() + ahead)
     for i in range(NUM_SEQS):
-        core.new_request("tokenizer", new_request(i, CONTEXT - num_steps // 2 + i % 16, 2 * num_steps + 32))
+        core.new_request("tokenizer", new_request(i, CONTEXT - num_steps // 2 + i % 16, 4 * num_steps + 32))
     core.schedule()
     core.step_result(result_of(core))
     core.schedule()
-    if watched:
-        core.watch("tokenizer", Watch(INTERVAL_MS))
-    times = []
     gc.collect()
     gc.freeze()
-    for _ in range(num_steps):
+
+    def step() -> float:
         result = result_of(core)
         start = time.perf_counter()
-        effects = core.step_result(result)
-        effects += core.schedule()
-        for _, message in effects:
-            encode(message)
-        times.append(time.perf_counter() - start)
-        assert plans(effects)
+        core.step_result(result)
+        for plan in plans(core.schedule()):
+            encode(plan)
+        return time.perf_counter() - start
+
+    unwatched = [step() for _ in range(num_steps)]
+    core.watch("tokenizer", Watch(60_000))
+    while core.next_deadline() is not None:
+        ahead += 60.0
+        core.tick()
+    watched, told = [], []
+    for i in range(num_steps):
+        watched.append(step())
+        if i % 5 == 4:
+            ahead += 60.0
+            start = time.perf_counter()
+            for _, message in core.tick():
+                encode(message)
+            told.append(time.perf_counter() - start)
     gc.unfreeze()
-    return 1000 * statistics.fmean(times)
+    values = {"unwatched": unwatched, "watched": watched, "events": told}
+    return {name: round(1000 * statistics.median(times), 4) for name, times in values.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--loads", nargs="+", default=["32"], choices=LOADS)
+    parser.add_argument("--parts", nargs="+", default=["steps", "32"], choices=["steps", *LOADS])
     parser.add_argument("--precision", default="bf16", choices=PRECISIONS)
     options = parser.parse_args()
-    found: dict[str, Any] = {
-        "scheduler_step_ms": {
-            "unwatched": round(measure_steps(400, False), 4),
-            "watched": round(measure_steps(400, True), 4),
-        }
-    }
+    loads = [part for part in options.parts if part != "steps"]
+    found: dict[str, Any] = {}
+    if "steps" in options.parts:
+        found["scheduler_ms"] = measure_steps(400)
+    if loads:
+        found |= measure_loads(loads, options)
+    print(json.dumps(found, indent=2))
+
+
+def measure_loads(loads: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--run-dir", folder, "--gateway-http-address", f"127.0.0.1:{port}"]
         log = Path(folder) / "log"
         with serving(PRECISIONS[options.precision], log, num_blocks=NUM_BLOCKS, flags=flags) as line:
             pids = children(line.process.pid)
-            for name in options.loads:
+            for name in loads:
                 found[name] = measure_load(LOADS[name], line.address, port, pids, options.rounds)
-    print(json.dumps(found, indent=2))
+    return found
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Callable
 
 from quartet.services.scheduler.core import EXECUTOR, Effect, SchedulerCore
 from quartet.services.scheduler.plan import pack_u32
@@ -37,8 +38,10 @@ CONTEXT = 2048
 MEAN_PROMPT, MEAN_OUTPUT = 161, 338
 
 
-def new_core(num_blocks: int, max_num_batched_tokens: int) -> SchedulerCore:
-    core = SchedulerCore(SchedulerSettings(), 1, time.monotonic)
+def new_core(
+    num_blocks: int, max_num_batched_tokens: int, clock: Callable[[], float] = time.monotonic
+) -> SchedulerCore:
+    core = SchedulerCore(SchedulerSettings(), 1, clock)
     core.executor_up(
         ModelInfo("bench", "bench", 49152, 8192, num_blocks, 16, NUM_SEQS, max_num_batched_tokens, "bfloat16", "cpu")
     )

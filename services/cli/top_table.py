@@ -46,7 +46,8 @@ class Screen:
 
 def render(summary: dict[str, Any]) -> RenderableType:
     title = Text(f"quartet top  {summary['model'] or 'no model yet'}", style="bold")
-    tables = [title, _numbers(summary), _kv(summary), _latencies(summary), _services(summary["services"])]
+    tables: list[RenderableType] = [title, _numbers(summary), _kv(summary), _latencies(summary)]
+    tables.append(_services(summary["services"]))
     return Panel(Group(*tables), border_style="dim")
 
 

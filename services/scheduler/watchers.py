@@ -8,7 +8,7 @@ from quartet.services.scheduler.recorder import Recorder
 from quartet.services.scheduler.state import SchedulerState
 from quartet.shared.messages import Watch, WatchedService, WatchEvents
 
-MIN_INTERVAL_MS = 20
+MIN_INTERVAL_MS, MAX_INTERVAL_MS = 20, 60_000
 
 
 class Watchers:
@@ -34,7 +34,7 @@ class Watchers:
         if message.interval_ms <= 0:
             self.leave(key)
             return
-        self._intervals[key] = max(MIN_INTERVAL_MS, message.interval_ms) / 1000
+        self._intervals[key] = min(MAX_INTERVAL_MS, max(MIN_INTERVAL_MS, message.interval_ms)) / 1000
         self._next_at = self._clock()
         recorder = self._state.recorder
         if recorder is not None:
