@@ -93,7 +93,7 @@ class Script:
                 "num_blocks": self.num_blocks,
                 "block_size": 16,
                 "num_free": self.num_blocks - used,
-                "num_cached": len(self.blocks),
+                "num_cached": sum(bool(block[1]) for block in self.blocks.values()),
             },
             "queue": {
                 "num_running": states.count("running"),
