@@ -162,7 +162,8 @@ bool Decoder::reserve(int num_rows) {
 
 void Decoder::multiply(const Matrix& matrix, const RowBuffer& x, int num_rows, const Sink& sink) {
     const Activations rows = x.view();
-    const int per_chunk = std::clamp(matrix.num_strips / (16 * pool_.num_threads()), 1, 8);
+    int per_chunk = std::clamp(matrix.num_strips / (16 * pool_.num_threads()), 1, 9);
+    if (num_rows == 1) per_chunk = std::max(per_chunk / kStripsTogether, 1) * kStripsTogether;
     const int num_chunks = (matrix.num_strips + per_chunk - 1) / per_chunk;
     pool_.run(num_chunks, [&](int chunk, int thread) {
         uint8_t* scratch = scratch_.as<uint8_t>() + thread * scratch_stride_;
@@ -290,13 +291,15 @@ bool Decoder::forward(const Step& step) {
 }
 
 size_t Decoder::read_weights() {
-    constexpr size_t kChunk = size_t{256} << 10;
+    constexpr size_t kChunk = size_t{1} << 20, kUnit = 256;
     size_t num_bytes = 0;
     pool_.begin();
     for (const auto& region : arena_.regions()) {
-        pool_.run(static_cast<int>(region.used / kChunk),
-                  [&](int chunk, int) { read_bytes(region.begin + chunk * kChunk, kChunk); });
-        num_bytes += region.used / kChunk * kChunk;
+        const size_t used = region.used / kUnit * kUnit;
+        pool_.run(static_cast<int>((used + kChunk - 1) / kChunk), [&](int chunk, int) {
+            read_bytes(region.begin + chunk * kChunk, std::min(kChunk, used - chunk * kChunk));
+        });
+        num_bytes += used;
     }
     pool_.end();
     return num_bytes;

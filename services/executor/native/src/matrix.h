@@ -11,6 +11,8 @@ namespace quartet {
 constexpr int kStrip = 32;    // output columns of a strip: two vectors of 16
 constexpr int kGroup = 32;    // inner elements that share a scale
 constexpr int kRowBlock = 32;  // rows that a product takes at a time
+// Of a product with one row: so many streams of reads keep the memory busier than one does.
+constexpr int kStripsTogether = 3;
 
 // Bytes of a group of a strip.
 constexpr size_t kInt8GroupBytes = 2 * kStrip + kGroup * kStrip;

@@ -97,43 +97,55 @@ inline void dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes)
     __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
 
-template <int Rows>
+template <int Rows, int Strips = 1>
 void int8_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out) {
-    const uint8_t* group = matrix.strip(strip);
+    const uint8_t* first = matrix.strip(strip);
+    const size_t strip_bytes = matrix.strip_bytes;
     const int num_groups = matrix.padded_inner / kGroup;
-    __m512 total[Rows][2];
-    for (auto& row : total) row[0] = row[1] = _mm512_setzero_ps();
-    for (int g = 0; g < num_groups; ++g, group += kInt8GroupBytes) {
-        __m512i sum[Rows][2];
+    __m512 total[Strips][Rows][2];
+    for (auto& part : total)
+        for (auto& row : part) row[0] = row[1] = _mm512_setzero_ps();
+    for (int g = 0; g < num_groups; ++g, first += kInt8GroupBytes) {
+        __m512i sum[Strips][Rows][2];
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r)
-            // Stored weights are 128 too large.
-            sum[r][0] = sum[r][1] = _mm512_set1_epi32(-128 * x.sums[(size_t)(first_row + r) * x.group_stride + g]);
+#pragma GCC unroll 4
+            for (int s = 0; s < Strips; ++s)
+                // Stored weights are 128 too large.
+                sum[s][r][0] = sum[s][r][1] =
+                    _mm512_set1_epi32(-128 * x.sums[(size_t)(first_row + r) * x.group_stride + g]);
 #pragma GCC unroll 8
-        for (int quad = 0; quad < kGroup / 4; ++quad) {
-            const uint8_t* line = group + 2 * kStrip + quad * 128;
-            _mm_prefetch((const char*)line + kPrefetchBytes, _MM_HINT_T0);
-            _mm_prefetch((const char*)line + kPrefetchBytes + 64, _MM_HINT_T0);
-            const __m512i w0 = _mm512_load_si512(line), w1 = _mm512_load_si512(line + 64);
+        for (int quad = 0; quad < kGroup / 4; ++quad)
+#pragma GCC unroll 4
+            for (int s = 0; s < Strips; ++s) {
+                const uint8_t* line = first + s * strip_bytes + 2 * kStrip + quad * 128;
+                _mm_prefetch((const char*)line + kPrefetchBytes, _MM_HINT_T0);
+                _mm_prefetch((const char*)line + kPrefetchBytes + 64, _MM_HINT_T0);
+                const __m512i w0 = _mm512_load_si512(line), w1 = _mm512_load_si512(line + 64);
+#pragma GCC unroll 8
+                for (int r = 0; r < Rows; ++r) {
+                    const __m512i a =
+                        broadcast4(x.int8 + (size_t)(first_row + r) * x.int8_stride + g * kGroup + quad * 4);
+                    dot_int8(sum[s][r][0], w0, a);
+                    dot_int8(sum[s][r][1], w1, a);
+                }
+            }
+#pragma GCC unroll 4
+        for (int s = 0; s < Strips; ++s) {
+            const uint16_t* header = reinterpret_cast<const uint16_t*>(first + s * strip_bytes);
+            const __m512 s0 = load_bf16(header), s1 = load_bf16(header + 16);
 #pragma GCC unroll 8
             for (int r = 0; r < Rows; ++r) {
-                const __m512i a =
-                    broadcast4(x.int8 + (size_t)(first_row + r) * x.int8_stride + g * kGroup + quad * 4);
-                dot_int8(sum[r][0], w0, a);
-                dot_int8(sum[r][1], w1, a);
+                const __m512 scale = _mm512_set1_ps(x.scales[(size_t)(first_row + r) * x.group_stride + g]);
+                __m512* row = total[s][r];
+                row[0] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[s][r][0]), s0), scale, row[0]);
+                row[1] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[s][r][1]), s1), scale, row[1]);
             }
         }
-        const uint16_t* header = reinterpret_cast<const uint16_t*>(group);
-        const __m512 s0 = load_bf16(header), s1 = load_bf16(header + 16);
-#pragma GCC unroll 8
-        for (int r = 0; r < Rows; ++r) {
-            const __m512 scale = _mm512_set1_ps(x.scales[(size_t)(first_row + r) * x.group_stride + g]);
-            total[r][0] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][0]), s0), scale, total[r][0]);
-            total[r][1] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum[r][1]), s1), scale, total[r][1]);
-        }
     }
-    for (int r = 0; r < Rows; ++r)
-        for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + r * kStrip + h * 16, total[r][h]);
+    for (int s = 0; s < Strips; ++s)
+        for (int r = 0; r < Rows; ++r)
+            for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + (s * Rows + r) * kStrip + h * 16, total[s][r][h]);
 }
 
 template <int Rows>
@@ -344,12 +356,14 @@ size_t product_scratch_bytes(const Matrix& matrix) {
 
 void multiply_strips(const Matrix& matrix, const Activations& x, int num_rows, int strip, int end, int isa,
                      uint8_t* scratch, const Sink& sink) {
-    constexpr int kTogether = 2;
-    if (num_rows == 1 && matrix.format == Format::kBf16) {
-        alignas(64) float values[kTogether * kStrip];
-        for (; strip + kTogether <= end; strip += kTogether) {
-            bf16_rows<1, 2, kTogether>(matrix.strip(strip), x.bf16, x.stride, matrix.padded_inner / 2, values);
-            for (int s = 0; s < kTogether; ++s) sink.take(strip + s, 0, 1, values + s * kStrip);
+    if (num_rows == 1 && matrix.format != Format::kInt4) {
+        alignas(64) float values[kStripsTogether * kStrip];
+        for (; strip + kStripsTogether <= end; strip += kStripsTogether) {
+            if (matrix.format == Format::kBf16)
+                bf16_rows<1, 1, kStripsTogether>(matrix.strip(strip), x.bf16, x.stride, matrix.padded_inner / 2, values);
+            else
+                int8_rows<1, kStripsTogether>(matrix, strip, x, 0, values);
+            for (int s = 0; s < kStripsTogether; ++s) sink.take(strip + s, 0, 1, values + s * kStrip);
         }
     }
     for (; strip < end; ++strip) multiply_strip(matrix, x, num_rows, strip, isa, scratch, sink);
@@ -357,13 +371,15 @@ void multiply_strips(const Matrix& matrix, const Activations& x, int num_rows, i
 
 void read_bytes(const uint8_t* data, size_t num_bytes) {
     __m512i sum[4] = {};
-    for (size_t at = 0; at < num_bytes; at += 256)
+    const size_t part = num_bytes / 4;
+    for (size_t at = 0; at < part; at += 64)
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-            _mm_prefetch((const char*)data + at + i * 64 + kReadAhead, _MM_HINT_T0);
-            sum[i] = _mm512_xor_si512(sum[i], _mm512_load_si512(data + at + i * 64));
+            const uint8_t* line = data + i * part + at;
+            _mm_prefetch((const char*)line + kReadAhead, _MM_HINT_T0);
+            sum[i] = _mm512_xor_si512(sum[i], _mm512_load_si512(line));
         }
-    for (auto& part : sum) __asm__ volatile("" : : "v"(part));
+    for (auto& one : sum) __asm__ volatile("" : : "v"(one));
 }
 
 void quantize_row(const uint16_t* row, int padded_inner, int8_t* units, float* scales, int32_t* sums) {
