@@ -32,6 +32,8 @@ from quartet.shared.messages import (
 BEAT_INTERVAL = 0.5
 # Three missed beats are a death; twice that is allowed, since the kit and the service may share a busy machine.
 SILENT_AFTER = 4.8
+# A longer pause between two turns was the kit's own: the machine gave it no time.
+LONGEST_TURN = 1.0
 BIND_PATIENCE = 5.0
 # A service that has just been started may load a model before it dials or binds.
 START_PATIENCE = 120.0
@@ -52,12 +54,21 @@ class Loop:
         self.idle: list[Callable[[], bool]] = []
         self._poller = zmq.Poller()
         self._busy = False
+        self._time = 0.0
+        self._turned_at = time.monotonic()
+
+    def now(self) -> float:
+        """Seconds that the kit has been looking: when it was stopped itself, no service owed it anything."""
+        at = time.monotonic()
+        self._time += min(at - self._turned_at, LONGEST_TURN)
+        self._turned_at = at
+        return self._time
 
     def until(self, condition: Callable[[], object], timeout: float | None = None) -> bool:
         """Runs until the condition holds (True) or the time is over."""
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        deadline = self.now() + (self.timeout if timeout is None else timeout)
         while not condition():
-            now = time.monotonic()
+            now = self.now()
             if now >= deadline:
                 return False
             self._turn(min(deadline - now, 0.1))
@@ -173,7 +184,7 @@ class Endpoint:
             self._on_frames(frames)
 
     def tick(self) -> None:
-        now = time.monotonic()
+        now = self.loop.now()
         if self.is_open and now >= self._beat_at:
             self._beat_at = now + BEAT_INTERVAL
             self.send(self.status)
@@ -204,11 +215,11 @@ class Endpoint:
     def _greeted(self, hello: Hello) -> None:
         self.hello, self.model_told = hello, hello.model
         self.beats = []
-        self._heard_at = time.monotonic()
+        self._heard_at = self.loop.now()
         self._beat_at = 0.0
 
     def _receive(self, message: AnyMessage) -> None:
-        self._heard_at = time.monotonic()
+        self._heard_at = self.loop.now()
         if isinstance(message, Heartbeat):
             before = self.beats[-1].progress if self.beats else message.progress
             self.report.check(

@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from quartet.shared.conformance import wire
+from quartet.shared.conformance.report import Report
+
 BROKEN = Path(__file__).parent / "broken"
 SERVICES = ("scheduler", "tokenizer", "executor")
 # Rules that a service is only held to when it lets them be provoked.
@@ -137,10 +140,21 @@ def faults() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("service", "fault", "scenario", "rule"), faults())
 def test_broken_service_is_found(service: str, fault: str, scenario: str, rule: str, model: Path) -> None:
-    kit = start_kit(service, spawn_command(service, model, fault), "--only", scenario, "--timeout", "4")
+    kit = start_kit(service, spawn_command(service, model, fault), "--only", scenario, "--timeout", "15")
     code, rules = outcome(kit)
     assert code == 1
     assert rules[rule]["state"] == "fail", {n: r["failures"] for n, r in rules.items() if r["failures"]}
+
+
+def test_a_kit_that_was_stopped_itself_holds_it_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(wire.time, "monotonic", lambda: clock[0])
+    loop = wire.Loop(Report({}))
+    for pause, counted in ((0.3, 0.3), (90.0, wire.LONGEST_TURN), (0.0, 0.0), (0.2, 0.2)):
+        before = loop.now()
+        clock[0] += pause
+        assert loop.now() - before == pytest.approx(counted)
+    loop.close()
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
