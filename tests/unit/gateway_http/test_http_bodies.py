@@ -242,7 +242,7 @@ async def test_f10_the_numbers_of_messages_and_prompts_are_bounded():
 @in_loop
 async def test_a_path_a_method_or_an_alias_that_is_not_there():
     async with http_gateway() as gateway:
-        for path in ("/", "/v1", "/v1/completions/", "//v1/completions", "/V1/completions", "/completions", "/v1/x"):
+        for path in ("/v1", "/v1/completions/", "//v1/completions", "/V1/completions", "/completions", "/v1/x"):
             assert (await gateway.post(path, {"prompt": "x"})).error
             assert (await gateway.post(path, {"prompt": "x"})).status == 404
         reply = await gateway.call("GET", COMPLETIONS)
