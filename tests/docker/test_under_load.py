@@ -26,7 +26,7 @@ class ComposeChaos(Chaos):
 
     def __init__(self, compose: Compose, faults: list[Fault], http: bool) -> None:
         arguments = argparse.Namespace(
-            seed=3, cases=4, max_tokens=64, streams=6, seconds=500.0, pause=(0.3, 1.0), quiet=False
+            seed=3, cases=4, max_tokens=64, streams=6, seconds=500.0, pause=(1.0, 2.0), quiet=False
         )
         super().__init__(ComposeLine(compose), arguments)  # type: ignore[arg-type]
         self._faults = faults
