@@ -1,6 +1,6 @@
 # make up        install, fetch the model, start all four services and stream a first answer
 # make test      the tests (minutes), a file on each core;  make test-full  with the long ones, one after the other
-# make test-docker  the containers: built, started, killed, cut off, replaced under load (about ten minutes; docs/containers.md)
+# make test-docker  the containers: built, started, killed, cut off, replaced under load (about six minutes; docs/containers.md)
 # make test-page the page in a browser (apt-get install chromium, or QUARTET_CHROMIUM=...; two minutes)
 # make lint      format, lint, types, the import law, generated code
 # make fuzz      a million mutated frames over every socket (a quarter of an hour)
