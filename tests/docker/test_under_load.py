@@ -14,6 +14,7 @@ from support.compose import PROJECT, Compose, ComposeLine, docker
 
 from bench.chaos import Chaos
 from bench.chaos_line import Fault
+from quartet.shared.client import AsyncClient
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
 
@@ -36,6 +37,12 @@ class ComposeChaos(Chaos):
 
     def schedule(self) -> Iterator[Fault]:
         yield from self._faults
+
+    async def strike(self, client: AsyncClient, fault: Fault) -> None:
+        async with asyncio.timeout(60):
+            while sum(bool(each.times) and not each.complete for each in self.followed) < 2:
+                await asyncio.sleep(0.05)
+        await super().strike(client, fault)
 
     async def run(self) -> dict[str, Any]:
         async with openai.AsyncOpenAI(base_url=self._url, api_key="none", max_retries=0, timeout=120) as client:
