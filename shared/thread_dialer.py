@@ -104,7 +104,7 @@ class ThreadDialer:
                 self._num_read += 1
                 _take(self.link, frames, 2)
             # The descriptor tells of what comes, not of what is left.
-            self.wake()
+            os.eventfd_write(self._owner_wakeup if self._attended else self._thread_wakeup, 1)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until something may have arrived since the last `read`, or `wake` was called; False when `timeout`

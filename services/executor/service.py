@@ -160,6 +160,9 @@ class ExecutorService:
         )
 
     def _may_leave(self) -> bool:
+        if self._stopping and not self._inbox:
+            # Plans that came during the last step are to be run.
+            self._link.read()
         if not self._stopping or self._inbox or self._askers:
             return False
         waited, scheduler = time.monotonic() - self._stopped_at, self._link.peer

@@ -79,17 +79,16 @@ class Line:
 
     def run(self, steps: int = 100_000) -> None:
         """Until nothing is left to do, with two plans in flight throughout."""
-        with torch.inference_mode():
-            for _ in range(steps):
-                self._take(self.core.schedule())
-                if self._plans:
-                    answer = self.executor.handle(messages.decode(messages.encode(self._plans.popleft())))
-                elif self.executor.in_flight:
-                    answer = self.executor.finish()
-                else:
-                    return
-                if answer is not None:
-                    self._answered(messages.decode(messages.encode(answer)))
+        for _ in range(steps):
+            self._take(self.core.schedule())
+            if self._plans:
+                answer = self.executor.handle(messages.decode(messages.encode(self._plans.popleft())))
+            elif self.executor.in_flight:
+                answer = self.executor.finish()
+            else:
+                return
+            if answer is not None:
+                self._answered(messages.decode(messages.encode(answer)))
 
     def num_preemptions(self) -> int:
         self._take(self.core.get_loads("t", GetLoads(1)))

@@ -164,12 +164,18 @@ class NativeDecoder:
         """As compute_logits, of rows at an address. As many rows come out as the same tensor each time."""
         logits = self._logits.get(num_rows)
         if logits is None:
-            if num_rows > self._max_logits:
-                self._max_logits = num_rows
-                self._logits = {num_rows: torch.empty(num_rows, self.config.vocab_size)}
-                self._logits_address = self._logits[num_rows].data_ptr()
-            logits = self._logits[num_rows] = self._logits[self._max_logits][:num_rows]
+            # Not tensors of inference mode, whatever the caller is in: they outlive it, and samplers write to them.
+            with torch.inference_mode(False):
+                logits = self._logits_of(num_rows)
         _check_memory(self._library.quartet_decoder_logits(self._handle, hidden, num_rows, self._logits_address))
+        return logits
+
+    def _logits_of(self, num_rows: int) -> torch.Tensor:
+        if num_rows > self._max_logits:
+            whole = torch.empty(num_rows, self.config.vocab_size)
+            self._logits = {num_rows: whole}
+            self._max_logits, self._logits_address = num_rows, whole.data_ptr()
+        logits = self._logits[num_rows] = self._logits[self._max_logits][:num_rows]
         return logits
 
     def times(self) -> dict[str, float]:

@@ -1,12 +1,13 @@
 """Real sockets: what a link does when processes come, go and queue."""
 
 import asyncio
+import threading
 import time
 
 import pytest
 from support.links import Recorder, ready
 
-from quartet.shared.link import Identity, Status
+from quartet.shared.link import HEARTBEAT_INTERVAL, Identity, Status
 from quartet.shared.liveness import StatusFile, check
 from quartet.shared.messages import GetLoads, Role
 from quartet.shared.thread_dialer import ThreadDialer
@@ -142,14 +143,57 @@ def test_the_threaded_dialer_speaks_the_same(tmp_path):
         b.start()
         peer = await right.expect("up")
         assert (await left.next())[0] == "up"
-        for i in range(300):
+        for i in range(3000):
             peer.send(GetLoads(i))
             thread.send(GetLoads(i))
-        for i in range(300):
+        for i in range(3000):
             assert (await left.next()) == ("message", GetLoads(i))
             assert await right.expect("message") == GetLoads(i)
         assert check(tmp_path / "executor.status") is None
         await asyncio.to_thread(thread.close)
+        await right.expect("down")
+        b.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_dialer_whose_owner_reads_gets_everything_and_beats_meanwhile(tmp_path):
+    address = ipc_address(tmp_path, "link")
+    done = threading.Event()
+
+    async def scenario():
+        left, right = Recorder(), Recorder()
+        dialer = ThreadDialer(address, Identity(Role.EXECUTOR, "e"), left, ready, attended=True)
+        dialer.start()
+
+        def attend():
+            while not done.is_set():
+                dialer.read()
+                dialer.wait()
+
+        owner = threading.Thread(target=attend)
+        owner.start()
+        b = binder(address, right)
+        b.start()
+        peer = await right.expect("up")
+        assert (await left.next())[0] == "up"
+        # More than is read at once, as when the owner has computed for long.
+        for i in range(3000):
+            peer.send(GetLoads(i))
+        for i in range(3000):
+            assert (await left.next()) == ("message", GetLoads(i))
+        for i in range(50):
+            dialer.send(GetLoads(i))
+            assert await right.expect("message") == GetLoads(i)
+            peer.send(GetLoads(i))
+            assert (await left.next()) == ("message", GetLoads(i))
+        done.set()
+        dialer.wake()
+        await asyncio.to_thread(owner.join)
+        # The owner reads no more: still nobody is taken for dead.
+        await asyncio.sleep(4 * HEARTBEAT_INTERVAL)
+        assert peer.alive and dialer.peer is not None and dialer.peer.alive
+        await asyncio.to_thread(dialer.close)
         await right.expect("down")
         b.close()
 
