@@ -16,6 +16,7 @@ from quartet.services.gateway.http.error_forms import error_form, is_anthropic
 from quartet.services.gateway.http.errors import ApiError, ClientLeft, invalid
 
 JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
 # What of a refused body is still read, so that the client gets to read the answer instead of a reset connection.
 MAX_DISCARDED = 64 * 2**20
 DISCARD_SECONDS = 5.0
@@ -81,7 +82,7 @@ class Exchange:
         """The head of a stream of server-sent events."""
         self.started = True
         headers = [
-            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"content-type", EVENTS),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 
 from quartet.services.gateway.http.api import Api
 from quartet.services.gateway.http.errors import invalid
-from quartet.services.gateway.http.exchange import Exchange
+from quartet.services.gateway.http.exchange import EVENTS, Exchange
 from quartet.services.gateway.live.viewer import Viewer
 
 DEFAULT_INTERVAL_MS = 100
@@ -21,6 +21,9 @@ ACCOUNT_PATIENCE = 0.5
 
 async def live(api: Api, exchange: Exchange) -> None:
     interval_ms, trace = _parse(exchange.scope["query_string"])
+    if exchange.scope["method"] == "HEAD":
+        await exchange.respond(200, b"", content_type=EVENTS)
+        return
     feed = api.table.live
     viewer = feed.open(interval_ms, trace)
     try:
@@ -66,7 +69,8 @@ def _parse(query: bytes) -> tuple[int, bool]:
             raise invalid(name[:100], "there is no such parameter; there are interval_ms and level")
         values[name] = value
     text = values["interval_ms"]
-    if not (text.isascii() and text.isdecimal() and MIN_INTERVAL_MS <= int(text[:9]) <= MAX_INTERVAL_MS):
+    digits = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_INTERVAL_MS))
+    if not (digits and MIN_INTERVAL_MS <= int(text) <= MAX_INTERVAL_MS):
         bounds = f"{MIN_INTERVAL_MS} and {MAX_INTERVAL_MS}"
         raise invalid("interval_ms", f"must be a whole number between {bounds}, got {text[:100]!r}")
     if values["level"] not in LEVELS:

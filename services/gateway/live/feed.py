@@ -56,10 +56,14 @@ class LiveFeed:
             raise StreamError(ErrorCode.RESOURCE_EXHAUSTED, message, retry_after_ms=1000)
         viewer = Viewer(self, interval_ms, trace)
         self._viewers.append(viewer)
-        if len(self._viewers) == 1:
-            self._table.latencies = Latencies(self._clock)
-            self._list_tokenizers()
-        self._watch()
+        try:
+            if len(self._viewers) == 1:
+                self._table.latencies = Latencies(self._clock)
+                self._list_tokenizers()
+            self._watch()
+        except BaseException:
+            self.close(viewer)
+            raise
         return viewer
 
     def close(self, viewer: Viewer) -> None:
@@ -142,9 +146,9 @@ class LiveFeed:
         peer.send(Watch(self._interval_ms))
 
     def _leave(self) -> None:
-        if self._peer is not None and self._peer.alive:
-            self._peer.send(Watch(0))
-        self._peer = None
+        peer, self._peer = self._peer, None
+        if peer is not None and peer.alive:
+            peer.send(Watch(0))
 
     def _wake(self) -> None:
         for viewer in self._viewers:

@@ -353,6 +353,22 @@ def test_there_are_not_more_viewers_than_may_be(monkeypatch: pytest.MonkeyPatch)
         bench.table.live.open(100, False)
 
 
+def test_one_who_cannot_be_asked_for_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    peer = bench.peer()
+
+    def send(message: Any) -> None:
+        raise OverflowError
+
+    monkeypatch.setattr(peer, "send", send)
+    for _ in range(33):
+        with pytest.raises(OverflowError):
+            bench.table.live.open(100, False)
+    monkeypatch.undo()
+    assert bench.table.latencies is None
+    bench.table.live.close(bench.table.live.open(100, False))
+
+
 def test_requests_without_end_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(account_module, "MAX_REQUESTS", 3)
     line = Line()
