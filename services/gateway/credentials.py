@@ -38,18 +38,23 @@ class Credentials:
 
     def reload(self) -> None:
         """Reads the files again. What cannot be used is told in the log, and the former stays; so does a certificate
-        whose key has not been written yet."""
+        whose key has not been written yet. Keys come and go whatever is the matter with the certificate."""
         self._seen = self._signature()
         try:
             entries = self._settings.read_key_entries()
-            tls = self._settings.read_tls()
         except (ValueError, OSError) as error:  # also one that is taken away while it is read
-            _log.error("credentials not reloaded", error=str(error))
+            _log.error("API keys not reloaded", error=str(error))
+        else:
+            self.keys.replace(entries)
+            _log.info("API keys reloaded", api_keys=len(entries))
+        try:
+            tls = self._settings.read_tls()
+        except (ValueError, OSError) as error:
+            _log.error("certificate not reloaded", error=str(error))
             return
-        self.keys.replace(entries)
         if tls is not None and self.ssl_context is not None:
             self._tls, self.ssl_context.latest = tls, tls.context
-        _log.info("credentials reloaded", api_keys=len(entries), tls=tls is not None)
+            _log.info("certificate reloaded")
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
         """None without TLS."""

@@ -155,11 +155,14 @@ class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
         entries = list(self.api_key_hashes)
         if self.api_key_file:
             try:
-                entries += read_key_file(self.api_key_file)
+                of_file = read_key_file(self.api_key_file)
             except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"--api-key-file: cannot read {self.api_key_file}: {error}") from None
-            if not entries:
+            if not of_file and not entries:
                 raise ValueError(f"--api-key-file: there is no key in {self.api_key_file}, so nobody could come in")
+            if not of_file:
+                raise ValueError(f"--api-key-file: there is no key in {self.api_key_file}")
+            entries += of_file
         try:
             ApiKeys(entries)
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import ssl
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from support.http_fakes import http_gateway
 
 from quartet.services.cli.generate import main as generate
 from quartet.services.cli.health import main as health
+from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.shared.client import AsyncClient, Client
 
@@ -215,6 +217,27 @@ def test_a_new_certificate_is_shown_and_new_authorities_count_without_a_restart(
             assert await works("client", "server")
 
     runner(test())
+
+
+def test_keys_and_the_certificate_come_and_go_each_by_itself(files, tmp_path):
+    hashes = [hashlib.sha256(key.encode()).hexdigest() for key in ("one", "two")]
+    keys, cert = tmp_path / "keys", tmp_path / "cert"
+    keys.write_text("\n".join(hashes))
+    good = Path(files["server_cert"]).read_bytes()
+    cert.write_bytes(good)
+    settings = server_settings(files) | {"tls_cert": str(cert), "api_key_file": str(keys)}
+    credentials = Credentials(GatewaySettings(**settings))
+    former = credentials.ssl_context.latest
+    cert.write_bytes(b"broken")
+    keys.write_text(hashes[1])
+    credentials.reload()
+    assert credentials.keys.find("Bearer one") is None and credentials.keys.find("Bearer two") is not None
+    assert credentials.ssl_context.latest is former
+    keys.write_text("")
+    cert.write_bytes(good)
+    credentials.reload()
+    assert credentials.keys.find("Bearer two") is not None
+    assert credentials.ssl_context.latest is not former
 
 
 @in_loop

@@ -16,6 +16,7 @@ from support.http_fakes import http_gateway
 
 from quartet.services.cli.keys import main as keys_main
 from quartet.services.gateway.api_keys import ApiKeys
+from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.http.app import OPEN_PATHS
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.shared.client import AsyncClient, InferenceError
@@ -256,6 +257,20 @@ async def test_keys_are_read_again_and_what_runs_is_still_counted(tmp_path):
                 await client.tokenize("x")
         async with AsyncClient(address, api_key=OTHER) as client:
             await client.tokenize("x")
+
+
+@pytest.mark.parametrize("content", ["", "# none yet\n", "carol=abc\n"])
+def test_a_file_without_a_key_changes_nothing_where_there_are_others(tmp_path, content):
+    path = tmp_path / "keys"
+    path.write_text(f"bob={OTHER_HASH}\n")
+    settings = GatewaySettings(api_key_hashes=[f"alice={HASH}"], api_key_file=str(path))
+    credentials = Credentials(settings)
+    path.write_text(content)
+    credentials.reload()
+    assert credentials.keys.find(f"Bearer {OTHER}").name == "bob"
+    assert credentials.keys.find(f"Bearer {KEY}").name == "alice"
+    with pytest.raises(ValueError, match="api-key"):
+        GatewaySettings(api_key_hashes=[f"alice={HASH}"], api_key_file=str(path))
 
 
 def test_the_command_makes_a_key_whose_hash_lets_it_in(capsys):
