@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import socket
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -160,39 +161,50 @@ class MetricsServer:
             threading.Thread(target=self._start, name="metrics", daemon=True).start()
 
     def close(self) -> None:
-        """Frees the port for a successor."""
+        """Frees the port for a successor, in milliseconds."""
         with self._lock:
             self._closed = True
             if self._server is not None:
-                self._server.shutdown()
-                self._server.server_close()
+                self._server.close()
                 self._server = None
 
     def _start(self) -> None:
         try:
-            from prometheus_client.exposition import start_wsgi_server
+            from prometheus_client import make_wsgi_app
         except ImportError:
             _log.warning("no metrics: prometheus-client is not installed", metrics_address=self._address)
             return
+        from quartet.shared.metrics_http import MetricsHTTPServer
+
         host, first = split_address(self._address)
-        made = registry(self._collector)
+        try:
+            family, _, _, _, (found, *_) = socket.getaddrinfo(
+                host, first, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+        except OSError as error:
+            self._warn(error)
+            return
+        app = make_wsgi_app(registry(self._collector))
         last = min(first + MORE_PORTS, 65535) if first else 0
         with self._lock:
             for port in range(first, last + 1):
                 if self._closed:
                     return
                 try:
-                    self._server, _ = start_wsgi_server(port, host, made)
+                    self._server = MetricsHTTPServer(str(found), port, family, app)
                 except OSError as error:
                     if error.errno == errno.EADDRINUSE and port < last:
                         continue
-                    reason = error.strerror or str(error)
-                    _log.warning("no metrics: cannot bind", metrics_address=self._address, reason=reason)
+                    self._warn(error)
                     return
                 self.port = self._server.server_port
                 shown = f"[{host}]" if ":" in host else host
                 _log.info("metrics", url=f"http://{shown}:{self.port}/metrics")
                 return
+
+    def _warn(self, error: OSError) -> None:
+        reason = error.strerror or str(error)
+        _log.warning("no metrics: cannot bind", metrics_address=self._address, reason=reason)
 
 
 # --- what every service tells ---------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Metrics that every service shares: histograms, the exposition, the port, links."""
 
 import socket
+import time
 
 import pytest
 from support.metrics import collect, scrape, total, value
@@ -71,6 +72,44 @@ def test_further_services_take_the_next_free_ports_and_free_them_again():
             server.close()
     with socket.create_server(("127.0.0.1", ports[0])):
         pass
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_it_closes_at_once_and_frees_its_port(host):
+    took = []
+    for _ in range(5):
+        shown = f"[{host}]" if ":" in host else host
+        server = MetricsServer(f"{shown}:0", Collector([], str))
+        server._start()
+        if not server.port and ":" in host:
+            pytest.skip("no IPv6 here")
+        scrape(f"http://{shown}:{server.port}/metrics")
+        with socket.create_connection((host, server.port)):  # one that asks for nothing
+            began = time.perf_counter()
+            server.close()
+            took.append(time.perf_counter() - began)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((host, server.port))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, server.port), family=family):
+            pass
+    assert min(took) < 0.02
+
+
+@pytest.mark.skipif(not hasattr(time, "pthread_getcpuclockid"), reason="no clocks of threads here")
+def test_it_waits_without_using_the_processor():
+    server = MetricsServer("127.0.0.1:0", Collector([], str))
+    server._start()
+    try:
+        thread = server._server._thread
+        clock = time.pthread_getcpuclockid(thread.ident)
+        scrape(f"http://127.0.0.1:{server.port}/metrics")
+        time.sleep(0.05)
+        used = time.clock_gettime(clock)
+        time.sleep(1.0)
+        assert time.clock_gettime(clock) == used
+    finally:
+        server.close()
 
 
 def test_an_address_that_cannot_be_had_costs_the_metrics_alone():
