@@ -95,21 +95,21 @@ $(VENV)/bin/python:
 			&& python=$$candidate; \
 	done; \
 	[ -n "$$python" ] || { echo "Python 3.11 or newer (with venv) is needed; name one with PYTHON=..." >&2; exit 1; }; \
-	echo "creating $(VENV) with $$($$python --version)"; \
+	echo "creating $(VENV) with $$($$python --version)" >&2; \
 	$$python -m venv $(VENV)
 
-# One install after the other: pip does not like company (make -j).
+# One install after the other: pip does not like company (make -j). Stdout is the benchmarks' JSON.
 $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt setup.py $(wildcard services/executor/native/src/*)
-	@echo "installing Quartet into $(VENV) (the first time takes some minutes: torch is large)"
-	@$(PIP_INSTALL) -e '.[all]'
+	@echo "installing Quartet into $(VENV) (the first time takes some minutes: torch is large)" >&2
+	@$(PIP_INSTALL) -e '.[all]' >&2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	@echo "installing what the tests and lints need"
-	@$(PIP_INSTALL) -qq -e '.[dev]'
+	@echo "installing what the tests and lints need" >&2
+	@$(PIP_INSTALL) -qq -e '.[dev]' >&2
 	@touch $@
 
 $(VENV)/.full: $(VENV)/.dev
-	@echo "installing what the long tests need"
-	@$(PIP_INSTALL) -qq -e '.[dev-full]'
+	@echo "installing what the long tests need" >&2
+	@$(PIP_INSTALL) -qq -e '.[dev-full]' >&2
 	@touch $@
