@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quartet.services.gateway.events import StreamError
 from quartet.services.gateway.http import about, openapi, static, tokens
 from quartet.services.gateway.http.api import Api
-from quartet.services.gateway.http.auth import find_key, unauthorized
+from quartet.services.gateway.http.auth import find_key, is_forged, unauthorized
 from quartet.services.gateway.http.chat import chat_completions
 from quartet.services.gateway.http.completions import completions
 from quartet.services.gateway.http.error_forms import error_form, is_anthropic
@@ -89,11 +89,13 @@ def handler(path: str) -> str:
 
 
 class Front:
-    """Lets in only who has a key, but to see whether the server lives, and gives each response its request id."""
+    """Lets in only who has a key, but to see whether the server lives, and no other site's pages; gives each response
+    its request id."""
 
     def __init__(self, app: ASGIApp, api: Api) -> None:
         self._app = app
         self._keys = api.keys
+        self._origins = frozenset(api.settings.cors_allow_origins)
         self._responses = api.table.metrics.http_responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +114,11 @@ class Front:
             await send(message)
 
         exchange = Exchange(scope, receive, send_with_id)
-        key = find_key(self._keys, scope["method"], headers)
+        if is_forged(scope["method"], headers, self._origins):
+            message = "pages of other origins may ask only where cors_allow_origins names them"
+            await _respond(exchange, ApiError(403, message, code="foreign_origin"))
+            return
+        key = find_key(self._keys, headers)
         if key is None and scope["path"] not in OPEN_PATHS:
             await _respond(exchange, unauthorized(scope["method"], headers))
             return

@@ -121,6 +121,7 @@ OPERATIONS = (
 _STATUSES = {
     400: "A field is wrong; `param` names it.",
     401: "The API key is missing or not known.",
+    403: "A page of another origin asks, and `cors_allow_origins` does not name it.",
     404: "There is no such model.",
     413: "The body is too large.",
     415: "The body is not JSON.",
@@ -183,7 +184,7 @@ def _operation(operation: Operation, schemas: dict[type, dict[str, Any]], keys: 
     if "{name}" in operation.path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         result["parameters"] = [name]
-    statuses = operation.statuses
+    statuses = operation.statuses if operation.method == "get" else (*operation.statuses, 403)
     if operation.path == "/health":
         result["security"] = []
     elif keys:

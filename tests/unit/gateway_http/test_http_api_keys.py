@@ -116,11 +116,45 @@ async def test_a_browser_is_asked_for_the_key_where_it_opens_a_page_and_nowhere_
             assert gateway.peer.last().tenant == "alice"
         count = len(gateway.peer.all(Submit))
         for other in ({"sec-fetch-site": "same-site"}, {"origin": "https://evil.example"}, {"origin": "null"}, foreign):
-            assert (await gateway.post("/v1/completions", body, basic(KEY) | other)).status == 401
-            assert (await gateway.post("/reset_prefix_cache", None, basic(KEY) | other)).status == 401
+            assert (await gateway.post("/v1/completions", body, basic(KEY) | other)).status == 403
+            assert (await gateway.post("/reset_prefix_cache", None, basic(KEY) | other)).status == 403
+            assert (await gateway.call("GET", "/v1/models", headers=basic(KEY) | other)).status == 403
+        frame = PAGE | foreign | {"sec-fetch-dest": "iframe"}
+        assert (await gateway.call("GET", "/docs", headers=frame)).status == 403
         assert len(gateway.peer.all(Submit)) == count
         # A bearer is what a program has been given; a browser adds none by itself.
         assert (await gateway.post("/v1/completions", body, BEARER | {"sec-fetch-site": "cross-site"})).status == 200
+
+
+@in_loop
+async def test_other_sites_pages_may_do_nothing_where_no_key_is_needed():
+    """The browser's certificate, or that it is in the network, would be enough."""
+    others = ({"sec-fetch-site": "cross-site"}, {"origin": "https://evil.example"}, {"origin": "null"})
+    allowed = {"origin": "https://a.example", "sec-fetch-site": "cross-site"}
+    body = {"prompt": "x"}
+    async with http_gateway() as gateway:
+        for other in (*others, {"sec-fetch-site": "same-site", "origin": "http://test"}, allowed):
+            headers = {"content-type": None} | other
+            for path in ("/v1/completions", "/v1/chat/completions", "/reset_prefix_cache", "/none"):
+                reply = await gateway.post(path, body, headers)
+                assert reply.status == 403 and reply.error["code"] == "foreign_origin"
+                assert reply.headers["x-request-id"]
+            reply = await gateway.post("/v1/messages", body, headers)
+            assert reply.status == 403 and reply.json()["error"]["type"] == "permission_error"
+            assert (await gateway.call("GET", "/v1/models", headers=other)).status == 200
+        assert gateway.peer.sent == []
+        for own in ({"sec-fetch-site": "same-origin"}, {"sec-fetch-site": "none"}, {"origin": "http://test"}, {}):
+            assert (await gateway.post("/v1/completions", body, own)).status == 200
+    async with http_gateway(cors_allow_origins=["https://a.example"]) as gateway:
+        reply = await gateway.post("/v1/completions", body, allowed)
+        assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "https://a.example"
+        for other in others:
+            assert (await gateway.post("/v1/completions", body, other)).status == 403
+    async with http_gateway(cors_allow_origins=["*"], api_key_hashes=HASHES) as gateway:
+        assert (await gateway.post("/v1/completions", body, basic(KEY) | allowed)).status == 403
+        assert (await gateway.post("/v1/completions", body, BEARER | allowed)).status == 200
+    async with http_gateway(cors_allow_origins=["*"]) as gateway:
+        assert (await gateway.post("/v1/completions", body, allowed)).status == 200
 
 
 @in_loop
