@@ -17,6 +17,13 @@ class _Sample(NamedTuple):
     counters: dict[str, int]
 
 
+class _Step(NamedTuple):
+    """`told` is when it was, by the gateway's clock; its own `t` is the scheduler's."""
+
+    told: float
+    step: dict[str, Any]
+
+
 class TopView:
     """`apply` takes events in their order."""
 
@@ -24,7 +31,9 @@ class TopView:
         self.t = 0.0
         self.state: dict[str, Any] = dict.fromkeys(MEMBERS)
         self._samples: deque[_Sample] = deque(maxlen=MAX_SAMPLES)
-        self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_SAMPLES)
+        self._steps: deque[_Step] = deque(maxlen=MAX_SAMPLES)
+        # Of the last snapshot, whose steps are older than all rates.
+        self._snapshot = 0.0
 
     @property
     def has_scheduler(self) -> bool:
@@ -35,7 +44,8 @@ class TopView:
         self.state |= {member: data[member] for member in MEMBERS if member in data}
         if name == "snapshot":
             self._steps.clear()
-        self._steps.extend(step for step in data.get("steps", ()) if not step["lost"])
+            self._snapshot = self.t
+        self._steps.extend(_Step(self.t, step) for step in data.get("steps", ()) if not step["lost"])
         counters = self.state["counters"]
         if counters is None:
             return
@@ -45,14 +55,14 @@ class TopView:
 
     def summary(self) -> dict[str, Any]:
         """All that is shown, as it is printed with --json. Rates are per second; None: not known."""
-        steps = [step for step in self._steps if step["t"] >= self.t - WINDOW]
+        steps = self._last_steps()
         pool, queue, latency = self.state["pool"], self.state["queue"], self.state["latency"]
         seconds = self._seconds()
         return {
             "t": self.t,
             "model": self.state["model"]["name"] if self.state["model"] else None,
             "output_tokens_per_second": self._rate("output_tokens", seconds),
-            "prefill_tokens_per_second": _per_second(sum(s["num_prefill_tokens"] for s in steps), seconds),
+            "prefill_tokens_per_second": self._prefill_rate(),
             "steps_per_second": self._rate("steps", seconds),
             "tokens_per_step": _mean([s["num_prefill_tokens"] + s["num_decode_tokens"] for s in steps]),
             "executor_ms": _mean([s["executor_ms"] for s in steps if s["executor_ms"] is not None]),
@@ -70,6 +80,21 @@ class TopView:
         """What the window covers so far."""
         first = next((s.t for s in self._samples if s.t >= self.t - WINDOW), self.t)
         return self.t - first
+
+    def _last_steps(self) -> list[dict[str, Any]]:
+        """Those told lately, of the time before the last of them."""
+        if not self._steps:
+            return []
+        since = self._steps[-1].step["t"] - WINDOW
+        return [step for told, step in self._steps if told >= self.t - WINDOW and step["t"] >= since]
+
+    def _prefill_rate(self) -> float | None:
+        """Of the steps told after the first sample, over the time since."""
+        since = max(self.t - WINDOW, self._snapshot)
+        first = next((s.t for s in self._samples if s.t >= since), None)
+        if first is None:
+            return None
+        return _per_second(sum(s["num_prefill_tokens"] for told, s in self._steps if told > first), self.t - first)
 
     def _first(self, window: float) -> _Sample | None:
         return next((s for s in self._samples if s.t >= self.t - window), None)

@@ -59,6 +59,32 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     json.dumps(summary, allow_nan=False)
 
 
+def test_steps_from_before_it_watched_are_in_no_rate() -> None:
+    view = TopView()
+    view.apply("snapshot", snapshot(100.0, steps=[step(97.0, 900, 1), step(99.9, 100, 1)]))
+    assert view.summary()["prefill_tokens_per_second"] is None and view.summary()["tokens_per_step"] == 501.0
+    view.apply("delta", {"t": 100.5, "counters": counters(11, 1001), "steps": [step(100.4, 20, 1)]})
+    assert view.summary()["prefill_tokens_per_second"] == 40.0
+    view.apply("snapshot", snapshot(102.0, counters=counters(20, 1009), steps=[step(101.0, 500, 1)]))
+    view.apply("delta", {"t": 103.0, "counters": counters(21, 1010), "steps": [step(102.5, 30, 1)]})
+    assert view.summary()["prefill_tokens_per_second"] == 30.0
+
+
+@pytest.mark.parametrize("ahead", [-1000.0, 1000.0])
+def test_the_schedulers_clock_may_differ_from_the_gateways(ahead: float) -> None:
+    view = TopView()
+    view.apply("snapshot", snapshot(100.0))
+    view.apply("delta", {"t": 101.0, "counters": counters(11, 1001), "steps": [step(100.5 + ahead, 40, 0)]})
+    view.apply("delta", {"t": 102.0, "counters": counters(12, 1002), "steps": [step(101.5 + ahead, 20, 0)]})
+    summary = view.summary()
+    assert (summary["prefill_tokens_per_second"], summary["tokens_per_step"]) == (30.0, 30.0)
+    view.apply("delta", {"t": 108.0})
+    summary = view.summary()
+    assert (summary["prefill_tokens_per_second"], summary["tokens_per_step"]) == (None, None)
+    view.apply("delta", {"t": 109.0})
+    assert view.summary()["prefill_tokens_per_second"] == 0.0
+
+
 def test_without_prompts_lately_the_hit_rate_is_that_of_all() -> None:
     view = TopView()
     view.apply("snapshot", snapshot())
