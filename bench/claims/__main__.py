@@ -111,7 +111,7 @@ def measure(parts: Sequence[str], sizes: Sizes, seed: str, log: Path) -> tuple[l
             _, details["streams"] = load(ours, source_of(sizes.chat, arrivals.seed), requests, arrivals)
     if "batching" in parts:
         details["static"] = static(sizes, f"{seed}/batching", log)
-        found += claims.batching(details["continuous"], details["static"])
+        found += claims.batching(details["continuous"], details["static"], details["static on our own kernels"])
     if "waste" in parts:
         of_waste, details["waste"]["contiguous_percent"] = claims.waste(details["waste"]["blocks"])
         found += of_waste

@@ -114,6 +114,7 @@ class _Driver:
         times = arrivals.times()
         async with asyncio.TaskGroup() as tasks:
             for conversation in conversations:
+                due = 0.0
                 if math.isfinite(arrivals.rate):
                     due = self._started + next(times)
                     if due > self._deadline:
@@ -125,10 +126,10 @@ class _Driver:
                 await places.acquire()
                 if time.perf_counter() >= self._deadline:
                     break
-                task = tasks.create_task(self._converse(conversation))
+                task = tasks.create_task(self._converse(conversation, due))
                 task.add_done_callback(lambda _: places.release())
 
-    async def _converse(self, conversation: Conversation) -> None:
+    async def _converse(self, conversation: Conversation, due: float) -> None:
         prompt: Any = conversation.opening
         for number, turn in enumerate(conversation.turns):
             if number and turn.think_seconds:
@@ -140,6 +141,7 @@ class _Driver:
             self._run.running += 1
             try:
                 record = await self._send(prompt, turn.output_tokens, not is_last)
+                record.due = 0.0 if number else due
                 self._run.records.append(record)
             finally:
                 self._run.running -= 1

@@ -13,8 +13,9 @@ Prompt = list[int] | str | list[Message]
 
 @dataclasses.dataclass(slots=True)
 class Record:
-    """Times are seconds of time.perf_counter: when it was sent, when each chunk with a token or text came, and its
-    end. Token counts are the server's where it tells them. `error` is its kind, "" where there was none."""
+    """Times are seconds of time.perf_counter: when it was sent, when each chunk with a token or text came, its end,
+    and when it was due to be sent (0: whenever; the first of a conversation, at a rate). Token counts are the server's
+    where it tells them. `error` is its kind, "" where there was none."""
 
     started: float
     times: Sequence[float] = dataclasses.field(default_factory=lambda: array("d"))
@@ -22,6 +23,7 @@ class Record:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ended: float = 0.0
+    due: float = 0.0
     error: str = ""
     message: str = ""
     # What was said, where it is needed for the next turn.

@@ -4,11 +4,12 @@ import random
 
 import pytest
 
-from bench.claims import claims
+from bench.claims import claims, loads
 from bench.claims.loads import FULL, QUICK, STATIC_BATCH, asked, difference
 from bench.claims.static_batches import Asked, serve
 from bench.claims.watched_scheduler import Watch, watch
 from bench.scheduler import new_core, new_request, plans, result_of
+from quartet.services.cli.bench.record import Record
 from quartet.services.scheduler.core import SchedulerCore
 from quartet.services.scheduler.kv_cache_manager import KVCacheManager
 from quartet.shared.messages import NewRequest
@@ -50,6 +51,14 @@ def test_both_sides_are_asked_the_same(sizes) -> None:
     assert arrivals == sorted(arrivals) and arrivals[-1] == pytest.approx(len(requests) / sizes.rate, rel=0.5)
     longest = max(len(request.prompt) + request.output_tokens for request in requests)
     assert longest <= 2048 // sizes.batching_scale and STATIC_BATCH == 16
+
+
+def test_both_sides_count_from_when_a_request_was_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Record(started=11.0, times=[12.0], output_tokens=1, due=10.0, ended=12.0)
+    found = {"duration": 2.0, "client": {"max_dispatch_lag_ms": 1000.0}, "blocks": {}}
+    monkeypatch.setattr(loads, "load", lambda *_: ([record], found))
+    ours = loads.continuous(None, QUICK, "s")
+    assert ours["p95_e2el_ms"] == ours["median_e2el_ms"] == 2000.0 and ours["max_dispatch_lag_ms"] == 1000.0
 
 
 @pytest.fixture
@@ -126,14 +135,16 @@ def side(rate: float, p95: float, **fields: object) -> dict[str, object]:
 
 def test_batching_is_held_against_the_best_size_of_static_batches() -> None:
     static = {"16": side(100, 50_000), "32": side(120, 60_000)}
-    speed, latency = claims.batching(side(480, 20_000), static)
+    on_ours = side(240, 25_000)
+    speed, latency = claims.batching(side(480, 20_000), static, on_ours)
     assert (speed.measured, speed.passed) == (4.0, True) and (latency.measured, latency.passed) == (60.0, True)
-    speed, latency = claims.batching(side(479, 20_500), static)
+    assert "kernels 240: 2.00 x by scheduling" in speed.how and "kernels 25.0 s: 20.0 % by scheduling" in latency.how
+    speed, latency = claims.batching(side(479, 20_500), static, on_ours)
     assert not speed.passed and not latency.passed
     with pytest.raises(ValueError):
-        claims.batching(side(480, 1, failed=1), static)
+        claims.batching(side(480, 1, failed=1), static, on_ours)
     with pytest.raises(ValueError):
-        claims.batching(side(480, 1, completed=8), static)
+        claims.batching(side(480, 1, completed=8), static, on_ours)
 
 
 def test_sharing_counts_conversations_over_the_run_and_prompts_at_once() -> None:

@@ -90,6 +90,7 @@ async def test_arrivals_are_poisson_and_the_seeds():
     run = await drive(singles(200), Times().send, arrivals)
     late = [at - started - expected for at, expected in zip(times, due, strict=True)]
     assert min(late) > -1e-3, "none is early"
+    assert sorted(record.due - started for record in run.records) == pytest.approx(due, abs=0.05)
     # A machine that stood still meanwhile is told, and the rest are not sent later for it.
     assert statistics.median(late) < run.max_lag + 0.05
     assert 0 <= run.max_lag <= max(late) + 0.05
