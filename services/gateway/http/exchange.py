@@ -20,6 +20,8 @@ EVENTS = b"text/event-stream; charset=utf-8"
 # What of a refused body is still read, so that the client gets to read the answer instead of a reset connection.
 MAX_DISCARDED = 64 * 2**20
 DISCARD_SECONDS = 5.0
+# A loop's timers come in whole milliseconds.
+_TIMER_SLACK = 0.002
 
 _AT_PATH = re.compile(r"^(.*?) - at `(?:key in )?\$\.?(.*?)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`", re.DOTALL)
@@ -44,7 +46,7 @@ class Exchange:
         self._keep_alive_interval = keep_alive_interval
         self._keep_alive_timer: asyncio.TimerHandle | None = None
         self._keep_alive_writing: asyncio.Task[None] | None = None
-        self._silent = False
+        self._last_write = 0.0
 
     @property
     def key(self) -> ApiKey:
@@ -87,12 +89,14 @@ class Exchange:
             (b"x-accel-buffering", b"no"),
         ]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._await_silence()
+        if self._keep_alive_interval:
+            self._wrote()
+            self._keep_alive_in(self._keep_alive_interval)
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        self._silent = False
         if not more:
             self._end_keep_alive()
+        self._wrote()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     @contextlib.asynccontextmanager
@@ -121,19 +125,24 @@ class Exchange:
             watcher.cancel()
             self._end_keep_alive()
 
-    def _await_silence(self) -> None:
-        if self._keep_alive_interval:
-            self._silent = True
-            loop = asyncio.get_running_loop()
-            self._keep_alive_timer = loop.call_later(self._keep_alive_interval, self._keep_alive)
+    def _wrote(self) -> None:
+        self._last_write = asyncio.get_running_loop().time()
+
+    def _keep_alive_in(self, seconds: float) -> None:
+        self._keep_alive_timer = asyncio.get_running_loop().call_later(seconds, self._keep_alive)
 
     def _keep_alive(self) -> None:
         """A proxy cuts connections on which nothing comes for long, such as while a service is away. What is said
         waits, once, where the client does not read."""
-        if self._silent and (self._keep_alive_writing is None or self._keep_alive_writing.done()):
+        elapsed = asyncio.get_running_loop().time() - self._last_write
+        if elapsed + _TIMER_SLACK < self._keep_alive_interval:
+            self._keep_alive_in(self._keep_alive_interval - elapsed)
+            return
+        if self._keep_alive_writing is None or self._keep_alive_writing.done():
             message = {"type": "http.response.body", "body": self.error_form.keep_alive, "more_body": True}
             self._keep_alive_writing = asyncio.ensure_future(self._send(message))
-        self._await_silence()
+        self._wrote()
+        self._keep_alive_in(self._keep_alive_interval)
 
     def _end_keep_alive(self) -> None:
         if self._keep_alive_timer is not None:

@@ -282,6 +282,22 @@ def test_a_stream_on_which_nothing_comes_says_that_it_lives(path, ping):
 
 
 @in_loop
+async def test_silence_is_counted_from_the_last_that_was_written():
+    async with http_gateway(sse_keep_alive_interval=1.0) as gateway:
+        gateway.peer.silent = True
+        async with gateway.connect() as (reader, writer):
+            writer.write(request_bytes("POST", COMPLETIONS, {"prompt": "x", "stream": True}))
+            await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            await asyncio.sleep(0.3)
+            submit = gateway.peer.last()
+            gateway.peer.table.on_message(gateway.peer, Deltas([delta(submit, 0, [10], "a", 1)]))
+            await asyncio.wait_for(reader.readuntil(b'"a"'), 5)
+            wrote_at = asyncio.get_running_loop().time()
+            await asyncio.wait_for(reader.readuntil(b": keep-alive\n\n"), 5)
+            assert 0.9 < asyncio.get_running_loop().time() - wrote_at < 1.4
+
+
+@in_loop
 async def test_the_packages_pass_over_what_keeps_a_stream_alive():
     async with http_gateway(sse_keep_alive_interval=0.02) as gateway:
         gateway.peer.silent = True
