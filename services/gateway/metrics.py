@@ -7,7 +7,7 @@ ends: finished, aborted (by its client), failed, or rejected. What is left is op
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from quartet.shared.messages import ErrorCode, FinishReason
@@ -104,8 +104,7 @@ class GatewayMetrics:
         reasons = [choice.finish_reason for choice in stream.choices.values() if choice.finish_reason is not None]
         aborted = FinishReason.ABORT in reasons
         self.ended["aborted" if aborted else "finished"] += 1
-        for reason in reasons:
-            self.finish_reasons[FINISH_REASONS[reason]] += 1
+        self._count(reasons)
         now = self._clock()
         num_output_tokens = sum(choice.num_output_tokens for choice in stream.choices.values())
         if not aborted and not stream.adopted:
@@ -126,7 +125,14 @@ class GatewayMetrics:
         self.ended[outcome] += 1
         if outcome != "rejected":
             self.finish_reasons[reason] += stream.unfinished
+            # Those that had finished before have ended as well.
+            self._count(choice.finish_reason for choice in stream.choices.values())
         self._end_span(stream, "" if outcome == "aborted" else f"{error.code.name}: {error.message}")
+
+    def _count(self, reasons: Iterable[FinishReason | None]) -> None:
+        for reason in reasons:
+            if reason is not None:
+                self.finish_reasons[FINISH_REASONS[reason]] += 1
 
     # --- spans ------------------------------------------------------------------------------------
 

@@ -87,6 +87,20 @@ def test_errors_reject_before_the_first_token_and_fail_after_it(bench, code, beg
     assert check_sum(bench)[outcome] == 1
 
 
+@pytest.mark.parametrize(("code", "reason"), [(ErrorCode.INTERNAL, "error"), (ErrorCode.CANCELLED, "abort")])
+def test_choices_that_had_finished_count_where_the_others_fail(bench, code, reason):
+    peer = bench.peer()
+    bench.open(n=3)
+    submit = bench.accept(peer)
+    bench.say(peer, delta(submit, 0, [10], "a", 1, finish=FinishReason.STOP))
+    bench.say(peer, delta(submit, 0, [10], "a", 1, index=1, finish=FinishReason.LENGTH))
+    bench.table.on_message(peer, Failed(submit.request_id, submit.attempt, code, "no"))
+    check_sum(bench)
+    samples = told(bench)
+    for name in ("stop", "length", reason):
+        assert value(samples, "request_success_total", finished_reason=name) == 1
+
+
 def test_what_is_not_let_in_is_rejected(bench):
     bench.peer()
     for _ in range(4):
