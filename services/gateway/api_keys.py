@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from quartet.services.gateway.events import RETRY_AFTER_MS, StreamError
@@ -57,9 +57,11 @@ class ApiKeys:
         return found
 
     @contextlib.contextmanager
-    def running(self, key: ApiKey, count: int = 1) -> Iterator[None]:
-        """While `count` streams of the key run. Raises StreamError when those would be too many."""
+    def running(self, key: ApiKey, count: int, refused: Callable[[int], None]) -> Iterator[None]:
+        """While `count` streams of the key run. Raises StreamError when those would be too many, and tells `refused`
+        how many."""
         if key is not self._everybody and self._max_open and key.open + count > self._max_open:
+            refused(count)
             raise StreamError(
                 ErrorCode.RESOURCE_EXHAUSTED,
                 f"max_requests_per_key: {key.open} requests of this key are running, {self._max_open} may",

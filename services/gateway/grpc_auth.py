@@ -10,17 +10,21 @@ import grpc.aio
 
 from quartet.services.gateway.api_keys import ApiKey, ApiKeys
 from quartet.services.gateway.events import StreamError
+from quartet.services.gateway.metrics import GatewayMetrics
+
+SERVICE = "inference.v1.InferenceService"
 
 _OPEN = ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch")
-_COUNTED = ("/inference.v1.InferenceService/Generate", "/inference.v1.InferenceService/Attach")
+_GENERATE, _ATTACH = f"/{SERVICE}/Generate", f"/{SERVICE}/Attach"
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
     """Refuses with UNAUTHENTICATED, methods that are not there as well; of health, the service "" is open to all.
-    Bounds each key's streams, and accounts a request without a tenant to its key."""
+    Bounds each key's streams, and accounts a request without a tenant to its key. Counts what it refuses."""
 
-    def __init__(self, keys: ApiKeys) -> None:
+    def __init__(self, keys: ApiKeys, metrics: GatewayMetrics) -> None:
         self._keys = keys
+        self._metrics = metrics
 
     async def intercept_service(
         self,
@@ -34,28 +38,40 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if key is not None:
             handler = await continuation(handler_call_details)
-            return self._counted(handler, key) if method in _COUNTED and handler is not None else handler
+            bounded = method in (_GENERATE, _ATTACH) and handler is not None
+            return self._bounded(handler, key, method) if bounded else handler
         if method in _OPEN:
             return _only_liveness(await continuation(handler_call_details))
-        return grpc.stream_stream_rpc_method_handler(_deny)
+        known = method.startswith(f"/{SERVICE}/") and await continuation(handler_call_details) is not None
 
-    def _counted(self, handler: Any, key: ApiKey) -> Any:
-        async def counted(request: Any, context: Any) -> Any:
+        async def deny(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            if known:
+                self._count(method, grpc.StatusCode.UNAUTHENTICATED)
+            await _refuse(context)
+            yield b""
+
+        return grpc.stream_stream_rpc_method_handler(deny)
+
+    def _bounded(self, handler: Any, key: ApiKey, method: str) -> Any:
+        def refused(count: int) -> None:
+            self._count(method, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            if method == _GENERATE:  # what Attach follows has been counted
+                self._metrics.rejected(count)
+
+        async def bounded(request: Any, context: Any) -> Any:
             if not getattr(request, "tenant", "-"):
                 request.tenant = key.name
             try:
-                with self._keys.running(key):
+                with self._keys.running(key, 1, refused):
                     return await handler.unary_stream(request, context)
             except StreamError as error:
                 metadata = (("retry-after-ms", str(error.retry_after_ms)),)
                 await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, error.message, metadata)
 
-        return grpc.unary_stream_rpc_method_handler(counted, handler.request_deserializer, handler.response_serializer)
+        return grpc.unary_stream_rpc_method_handler(bounded, handler.request_deserializer, handler.response_serializer)
 
-
-async def _deny(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-    await _refuse(context)
-    yield b""
+    def _count(self, method: str, code: grpc.StatusCode) -> None:
+        self._metrics.grpc_calls[method.rpartition("/")[2], code.name] += 1
 
 
 async def _refuse(context: Any) -> None:

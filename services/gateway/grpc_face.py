@@ -21,7 +21,7 @@ from quartet.services.gateway.ask import ask
 from quartet.services.gateway.bind import BindError
 from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.events import StreamError
-from quartet.services.gateway.grpc_auth import ApiKeyInterceptor
+from quartet.services.gateway.grpc_auth import SERVICE, ApiKeyInterceptor
 from quartet.services.gateway.metrics import GatewayMetrics
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.services.gateway.stream_table import StreamTable
@@ -43,7 +43,6 @@ from quartet.shared.pb import inference_pb2_grpc as pb_grpc
 from quartet.shared.sampling_params import InvalidField
 from quartet.shared.trace_context import checked, client_trace
 
-SERVICE = "inference.v1.InferenceService"
 RETRY_AFTER = "retry-after-ms"
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
@@ -265,7 +264,10 @@ class GrpcFace:
         address = self._settings.grpc_address
         _refuse_live_socket(address)
         server = grpc.aio.server(
-            interceptors=[ApiKeyInterceptor(self._credentials.keys), _ErrorLog(self._table.metrics)],
+            interceptors=[
+                ApiKeyInterceptor(self._credentials.keys, self._table.metrics),
+                _ErrorLog(self._table.metrics),
+            ],
             options=[
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", self._settings.max_receive_message_bytes),

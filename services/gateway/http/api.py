@@ -87,7 +87,7 @@ class Api:
         Raises StreamError."""
         group = Group(self.table)
         try:
-            with self.keys.running(exchange.key, len(prompts)):
+            with self.keys.running(exchange.key, len(prompts), self.table.metrics.rejected):
                 group.open([_maker(prompt, params, tools) for prompt in prompts])
                 yield group
         except StreamError:

@@ -237,6 +237,51 @@ async def test_a_keys_requests_are_bounded_and_those_of_others_are_not():
         assert [r async for r in stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata)]
 
 
+def counts(table):
+    """[received, rejected, other ends, in progress], which add up."""
+    ended = table.metrics.ended
+    found = [table.metrics.received, ended["rejected"], sum(ended.values()) - ended["rejected"], table.num_open_streams]
+    assert found[0] == sum(found[1:]), found
+    return found
+
+
+@in_loop
+async def test_what_is_refused_for_its_key_is_counted():
+    settings = {"api_key_hashes": HASHES, "max_requests_per_key": 2}
+    async with http_gateway(**settings) as gateway:
+        assert (await gateway.post("/v1/completions", {"prompt": ["x"] * 3}, BEARER)).status == 429
+        assert counts(gateway.table) == [3, 3, 0, 0]
+        assert (await gateway.post("/v1/completions", {"prompt": ["x"] * 2}, BEARER)).status == 200
+        assert (await gateway.post("/v1/completions", {"prompt": "x"})).status == 401
+        assert counts(gateway.table) == [5, 3, 2, 0]
+    async with grpc_gateway(**settings) as (address, table, peer), grpc.aio.insecure_channel(address) as channel:
+        peer.silent = True
+        stub = pb_grpc.InferenceServiceStub(channel)
+        metadata = [("authorization", f"Bearer {KEY}")]
+        open_calls = [stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata) for _ in range(2)]
+        for call in open_calls:
+            await call.read()
+        unknown = channel.unary_unary("/inference.v1.InferenceService/None")
+        for method, request, given in (
+            (stub.Generate, pb.GenerateRequest(text="x"), metadata),
+            (stub.Attach, pb.AttachRequest(), metadata),
+            (stub.Generate, pb.GenerateRequest(text="x"), None),
+            (stub.GetLoads, pb.GetLoadsRequest(), None),
+            (unknown, b"", None),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await _result(method(request, metadata=given))
+        assert table.metrics.grpc_calls == {
+            ("Generate", "RESOURCE_EXHAUSTED"): 1,
+            ("Attach", "RESOURCE_EXHAUSTED"): 1,
+            ("Generate", "UNAUTHENTICATED"): 1,
+            ("GetLoads", "UNAUTHENTICATED"): 1,
+        }
+        assert counts(table) == [3, 1, 0, 2]
+        for call in open_calls:
+            call.cancel()
+
+
 def test_keys_come_from_settings_and_files(tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"# ours\n\nbob={HASH}\n{OTHER_HASH}\n")
