@@ -12,13 +12,13 @@ class Connected(Protocol):
 
 
 class Connections:
-    """Those of one server. Idle are the ones on which no request is worked on: they wait for a first or a further
-    one, or have part of its head."""
+    """Those of one server. Idle are the ones on which no request is worked on and no answer is still to be sent: they
+    wait for a first or a further one, or have part of its head."""
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
         self._open: set[Connected] = set()
-        self._idle: OrderedDict[Connected, None] = OrderedDict()
+        self._idle: OrderedDict[Connected, None] = OrderedDict()  # some with an answer still to be sent
 
     def __len__(self) -> int:
         return len(self._open)
@@ -26,10 +26,10 @@ class Connections:
     def add(self, connection: Connected) -> bool:
         """False when there are too many and none of them is idle. Ends the one that has been so the longest."""
         if len(self._open) >= self._max_connections:
-            if not self._idle:
+            longest = next((idle for idle in self._idle if not idle.transport.get_write_buffer_size()), None)
+            if longest is None:
                 return False
-            longest, _ = self._idle.popitem(last=False)
-            self._open.discard(longest)
+            self.remove(longest)
             # Not closed: who reads nothing would keep it, and what it was sent.
             longest.transport.abort()
         self._open.add(connection)

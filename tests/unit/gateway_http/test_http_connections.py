@@ -413,3 +413,28 @@ async def test_g9_a_port_whose_connections_linger_can_be_bound_again():
 def test_an_address_that_is_none_is_refused(bad):
     with pytest.raises(ValueError, match="http-address"):
         GatewaySettings(http_address=bad)
+
+
+@in_loop
+async def test_a_connection_with_an_answer_still_to_be_sent_is_not_idle():
+    text = "a" * 16_000_000
+    async with http_gateway((text,), max_connections=1, max_unread_bytes=2**26) as gateway:
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.setblocking(False)
+            host, _, port = gateway.address.rpartition(":")
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(slow, (host, int(port)))
+            await loop.sock_sendall(slow, request_bytes("POST", COMPLETIONS, {"prompt": "x"}, {"connection": None}))
+            await until(lambda: gateway.peer.all(Submit) and gateway.table.num_open_streams == 0)
+            await asyncio.sleep(0.1)
+            assert (await gateway.call("GET", "/health")).status == 503
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22)
+            received = bytearray()
+            async with asyncio.timeout(20):
+                while not received.endswith(b"}"):
+                    chunk = await loop.sock_recv(slow, 2**20)
+                    assert chunk, len(received)
+                    received += chunk
+            assert text.encode() in received
+            assert (await gateway.call("GET", "/health")).status == 200
