@@ -137,11 +137,8 @@ class ExecutorArena:
     def _pump(self) -> None:
         """What the service's main thread does."""
         inbox = self.service._inbox
-        while not inbox.empty():
-            item = inbox.get()
-            if item is None:
-                raise Failure("the executor ends")
-            peer, message = item
+        while inbox:
+            peer, message = inbox.popleft()
             if peer.alive:
                 answer = self.loop.handle(message)
                 if answer is not None:
