@@ -177,8 +177,7 @@ async def serve(settings: GatewaySettings) -> int:
     tracer = make_tracer("gateway", settings.name, settings.otlp_endpoint)
     gateway = Gateway(settings)
     gateway.table.metrics.tracer = tracer
-    if gateway.credentials.files:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.credentials.reload)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, gateway.credentials.reload)
     try:
         await gateway.run(stop)
     except BindError as error:

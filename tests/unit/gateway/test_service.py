@@ -149,6 +149,15 @@ def test_sighup_reads_the_keys_again(running, tmp_path, address):
             first.server_info()
 
 
+def test_sighup_ends_nothing_where_there_is_nothing_to_read(running, address):
+    process, _ = running()
+    with Client(address, reconnect_timeout=0) as client:
+        client.wait_ready(20)
+        process.send_signal(signal.SIGHUP)
+        client.server_info()
+        assert process.poll() is None
+
+
 def test_streams_that_do_not_end_are_ended(running, address):
     process, _ = running("--drain-timeout", "0.1")
     with Client(address, reconnect_timeout=0) as client:
