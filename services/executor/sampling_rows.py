@@ -43,7 +43,7 @@ class SamplingRows:
         self.token_counts: dict[int, TokenCounts] = {}
         self.stop_ids: dict[int, IntArray] = {}
         self.with_logprobs: set[int] = set()
-        self.structured = StructuredRows(max_num_seqs, vocab_size)
+        self.structured = StructuredRows(vocab_size)
 
     def add(
         self,

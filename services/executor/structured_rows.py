@@ -30,12 +30,12 @@ MAX_MASK_SECONDS = 0.5
 class StructuredRows:
     """Rows by req_index. All methods but the thread's work are for the main thread."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int) -> None:
         self._grammars = Grammars()
         self._rows: dict[int, _Row] = {}
         self._thread = ThreadPoolExecutor(1, "masks")
         self._advanced: Future[None] | None = None
-        self._bits = np.zeros((max_num_seqs, -(-vocab_size // 8)), np.uint8)
+        self._num_bytes = -(-vocab_size // 8)
 
     def add_vocabulary(self, part: Vocabulary) -> None:
         self._grammars.add(part)
@@ -44,7 +44,8 @@ class StructuredRows:
         self, req_index: int, structured: StructuredOutput, vocabulary: str, outputs: Sequence[int], end_ids: set[int]
     ) -> None:
         """`outputs` so far; `end_ids` end the output where it is complete."""
-        row = self._rows[req_index] = _Row(self._bits[req_index], end_ids)
+        # Bits of its own: what a thread still writes for the row's last occupant must not reach this one.
+        row = self._rows[req_index] = _Row(np.zeros(self._num_bytes, np.uint8), end_ids)
         num_tokens = self._grammars.num_tokens(vocabulary)
         if num_tokens is None:
             row.failure = "the vocabulary of its structured output has not been sent"
@@ -90,7 +91,10 @@ class StructuredRows:
             self._advanced.result()
         # Of a row that has failed no token counts, and others are not to be troubled by it.
         usable = [place for place in places if not self._rows[req_indices[place]].failure]
-        return AllowedTokens(np.array(usable, np.int64), self._bits[rows[usable]])
+        bits = np.zeros((len(usable), self._num_bytes), np.uint8)
+        for i, place in enumerate(usable):
+            bits[i] = self._rows[req_indices[place]].bits
+        return AllowedTokens(np.array(usable, np.int64), bits)
 
     def failure(self, req_index: int) -> str:
         """Why the row cannot go on; empty when it can. As of the last call of `allowed`."""
@@ -110,13 +114,13 @@ class StructuredRows:
 
 
 class _Row:
-    """`bits` is written by the threads: by `start` before `started` is done, then by `advance`."""
+    """`bits` [ceil(V / 8)] is written by the threads: by `start` before `started` is done, then by `advance`."""
 
     def __init__(self, bits: ByteArray, end_ids: set[int]) -> None:
         self.started: Future[None] | None = None
         self.failure = ""
         self.invalid = False
-        self._bits = bits
+        self.bits = bits
         self._end_ids = end_ids
         self._matcher: LLMatcher | None = None
         self._num_tokens = 0
@@ -140,7 +144,7 @@ class _Row:
         self._num_tokens = num_tokens
         self._mask = np.zeros(-(-(num_tokens + 1) // 32) * 4, np.uint8)
         self._view, self._pointer = self._mask.data, self._mask.ctypes.data
-        self._bits[len(self._mask) :] = 0
+        self.bits[len(self._mask) :] = 0
         self._end_ids = {i for i in self._end_ids if 0 <= i < num_tokens}
         if outputs and not self._matcher.consume_tokens(outputs):
             self.failure = "the outputs so far do not follow its structured output"
@@ -153,7 +157,7 @@ class _Row:
         if token_id in self._end_ids:
             # What is sampled behind the end, by a plan that was made before it was known, is dropped.
             self._ended = True
-            self._bits[:] = 0xFF
+            self.bits[:] = 0xFF
             return
         assert self._matcher is not None
         matcher = self._matcher
@@ -178,10 +182,10 @@ class _Row:
         for i in self._end_ids:
             mask[i >> 3] &= 0xFF ^ (1 << (i & 7))
             mask[i >> 3] |= complete << (i & 7)
-        width = min(len(self._bits), len(mask))
-        self._bits[:width] = self._mask[:width]
+        width = min(len(self.bits), len(mask))
+        self.bits[:width] = self._mask[:width]
         # Where nothing can go on and the output is not complete, the library has said so.
-        if ((complete and not self._end_ids) or len(mask) > width) and not self._bits.any():
+        if ((complete and not self._end_ids) or len(mask) > width) and not self.bits.any():
             self._refuse(NO_TOKEN)
 
     def _refuse(self, reason: str) -> None:

@@ -1,6 +1,7 @@
 """Rows that follow a grammar: what they may draw, how they end, go on from outputs, and fail alone."""
 
 import json
+import threading
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def send_vocabulary(rows: StructuredRows, fingerprint: str = "v", part: int = 10
 
 @pytest.fixture
 def rows() -> StructuredRows:
-    rows = StructuredRows(4, VOCAB_SIZE)
+    rows = StructuredRows(VOCAB_SIZE)
     send_vocabulary(rows)
     return rows
 
@@ -57,6 +58,19 @@ def feed(rows: StructuredRows, req_index: int, *token_ids: int) -> None:
 
 def regex(text: str) -> StructuredOutput:
     return StructuredOutput(StructuredKind.REGEX, text)
+
+
+def test_the_end_of_a_rows_last_occupant_allows_the_next_nothing(rows: StructuredRows) -> None:
+    add(rows, 2, regex("a?"))
+    assert b"a" in allowed(rows, 2)
+    held = threading.Event()
+    rows._thread.submit(held.wait)
+    feed(rows, 2, END)
+    rows.remove(2)
+    add(rows, 2, regex("abc"), outputs="a")
+    rows._rows[2].wait()
+    held.set()
+    assert allowed(rows, 2) == {b"b"}
 
 
 def test_only_what_leads_on_to_a_complete_output_can_be_drawn(rows: StructuredRows) -> None:
@@ -150,7 +164,7 @@ def test_a_row_fails_alone(
 
 
 def test_where_no_token_is_left_the_row_fails() -> None:
-    rows = StructuredRows(2, VOCAB_SIZE)
+    rows = StructuredRows(VOCAB_SIZE)
     rows.add_vocabulary(Vocabulary("v", 3, 0, [b"a", b"b", b"<end>"], [2]))
     rows.add(0, regex("abc"), "v", [], {2})
     feed(rows, 0, 0)
@@ -223,7 +237,7 @@ def test_masked_tokens_have_finite_log_probabilities_and_never_come() -> None:
 
 
 def test_bits_are_applied_alike_on_every_kind_of_device() -> None:
-    state = StructuredRows(4, VOCAB_SIZE)
+    state = StructuredRows(VOCAB_SIZE)
     send_vocabulary(state)
     for i, text in enumerate(["[a-f]{3}", "x", ".*"]):
         add(state, i, regex(text))
