@@ -10,7 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,20 +78,22 @@ def serving(
             [sys.executable, "-m", "quartet.services.cli", "serve", *flags], stdout=out, stderr=out
         )
     try:
-        _wait_ready(address, process)
+        wait_ready(address, {"quartet serve": process})
         yield Serving(address, process, round(time.perf_counter() - begin, 3))
     finally:
         process.terminate()
         process.wait(60)
 
 
-def _wait_ready(address: str, process: subprocess.Popen[bytes]) -> None:
+def wait_ready(address: str, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    """Until the line at `address` serves; RuntimeError where one of its processes, by name, ends before."""
     from quartet.shared.client import Client
 
     with Client(address) as client:
         for _ in range(READY_SECONDS):
-            if process.poll() is not None:
-                raise RuntimeError(f"quartet serve ended with {process.returncode}; its log says why")
+            for name, process in processes.items():
+                if process.poll() is not None:
+                    raise RuntimeError(f"{name} ended with {process.returncode}; its log says why")
             with contextlib.suppress(TimeoutError):
                 return client.wait_ready(1)
     raise TimeoutError(f"the line is not ready after {READY_SECONDS} s; its log says why")

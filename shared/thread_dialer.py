@@ -14,17 +14,17 @@ from quartet.shared.link import DialerLink, Handler, Identity, Peer, Status
 from quartet.shared.liveness import StatusFile
 from quartet.shared.messages import Message, Role
 from quartet.shared.transport import (
-    _HANDSHAKE_FAILED,
-    _MONITORED,
+    HANDSHAKE_FAILED,
+    MONITORED,
     READ_BATCH,
-    _Complaints,
-    _dealer,
-    _dialer_keys,
-    _hang_up,
-    _redial,
-    _take,
-    _tell,
-    _why_not_welcome,
+    Complaints,
+    dealer,
+    dialer_keys,
+    hang_up,
+    redial,
+    take,
+    tell,
+    why_not_welcome,
 )
 
 
@@ -50,8 +50,8 @@ class ThreadDialer:
         attended: bool = False,
     ) -> None:
         self.address = address
-        self._keys = _dialer_keys(address, curve_keys)
-        self._complaints = _Complaints(address, clock)
+        self._keys = dialer_keys(address, curve_keys)
+        self._complaints = Complaints(address, clock)
         self._status = status
         self._status_file = status_file
         self._attended = attended
@@ -80,7 +80,7 @@ class ThreadDialer:
 
     def start(self) -> None:
         self._context = zmq.Context()
-        socket = self._socket = _dealer(self._context, self.link.identity, self._keys)
+        socket = self._socket = dealer(self._context, self.link.identity, self._keys)
         self._owner_poll.register(int(socket.getsockopt(zmq.FD)), select.POLLIN)
         self._thread.start()
 
@@ -102,7 +102,7 @@ class ThreadDialer:
                 except zmq.Again:
                     return
                 self._num_read += 1
-                _take(self.link, frames, 2)
+                take(self.link, frames, 2)
             # The descriptor tells of what comes, not of what is left.
             os.eventfd_write(self._owner_wakeup if self._attended else self._thread_wakeup, 1)
 
@@ -135,7 +135,7 @@ class ThreadDialer:
         socket, context = self._socket, self._context
         assert socket is not None and context is not None
         with self._lock:
-            monitor = socket.get_monitor_socket(_MONITORED)
+            monitor = socket.get_monitor_socket(MONITORED)
             socket.connect(self.address)
         poller = select.poll()
         poller.register(self._thread_wakeup, select.POLLIN)
@@ -195,13 +195,13 @@ class ThreadDialer:
                 event = int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
             except zmq.Again:
                 return told
-            if event & _HANDSHAKE_FAILED:
-                self._complaints.tell(_why_not_welcome(event, self._keys))
-                _hang_up(socket, self.address)
+            if event & HANDSHAKE_FAILED:
+                self._complaints.tell(why_not_welcome(event, self._keys))
+                hang_up(socket, self.address)
             if event == zmq.Event.DISCONNECTED:
                 # Everything that has arrived, before a word of the connection's end is believed.
                 self.read()
-            _tell(self.link, event)
+            tell(self.link, event)
             told = True
 
 
@@ -226,4 +226,4 @@ class _ThreadWire:
 
     def reconnect(self) -> None:
         if self._owner._socket is not None:
-            _redial(self._owner._socket, self._owner.address)
+            redial(self._owner._socket, self._owner.address)

@@ -46,10 +46,10 @@ READ_BATCH = 256
 PROBE_DELAYS = (0.0, 0.01, 0.05, 0.25)
 COMPLAIN_EVERY = 10.0
 
-_HANDSHAKE_FAILED = (
+HANDSHAKE_FAILED = (
     zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
 )
-_MONITORED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | _HANDSHAKE_FAILED
+MONITORED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | HANDSHAKE_FAILED
 
 _log = get_logger()
 
@@ -80,7 +80,7 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
 
-def _dealer(context: zmq.Context[zmq.Socket[bytes]], identity: Identity, keys: DialerKeys | None) -> zmq.Socket[bytes]:
+def dealer(context: zmq.Context[zmq.Socket[bytes]], identity: Identity, keys: DialerKeys | None) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
     _configure(socket)
     if keys is not None:
@@ -103,11 +103,11 @@ def _is_local(address: str) -> bool:
         return host in ("localhost", "lo")
 
 
-def _dialer_keys(address: str, folder: str) -> DialerKeys | None:
+def dialer_keys(address: str, folder: str) -> DialerKeys | None:
     return read_dialer_keys(folder) if folder and address.startswith("tcp://") else None
 
 
-class _Complaints:
+class Complaints:
     """Failed handshakes in the log: the first at once, then at most one line every COMPLAIN_EVERY seconds."""
 
     def __init__(self, address: str, clock: Callable[[], float]) -> None:
@@ -124,7 +124,7 @@ class _Complaints:
             self._untold = 0
 
 
-def _why_not_welcome(event: int, keys: DialerKeys | None) -> str:
+def why_not_welcome(event: int, keys: DialerKeys | None) -> str:
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         return "the other side does not know this side's key: it needs its client.key (curve_keys)"
     if keys is None:
@@ -218,7 +218,7 @@ class _LoopSocket:
         return True
 
 
-def _take(link: BinderLink | DialerLink, frames: list[bytes], num_frames: int) -> None:
+def take(link: BinderLink | DialerLink, frames: list[bytes], num_frames: int) -> None:
     """No frame may end the reading of those behind it, whatever a service makes of it."""
     if len(frames) != num_frames:
         link.frames_dropped += 1
@@ -243,7 +243,7 @@ class _LoopLink:
         clock: Callable[[], float],
     ) -> None:
         self.address = address
-        self._complaints = _Complaints(address, clock)
+        self._complaints = Complaints(address, clock)
         self._status_file = status_file
         self._status = status
         self._socket: _LoopSocket | None = None
@@ -290,7 +290,7 @@ class _LoopLink:
 
     def _watch(self, socket: zmq.Socket[bytes], on_frames: Callable[[list[bytes]], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._monitor = _LoopSocket(socket.get_monitor_socket(_MONITORED), self._on_monitor)
+        self._monitor = _LoopSocket(socket.get_monitor_socket(MONITORED), self._on_monitor)
         self._socket = _LoopSocket(socket, on_frames)
 
     def _on_monitor(self, frames: list[bytes]) -> None:
@@ -413,10 +413,10 @@ class Binder(_LoopLink):
         """A binder cannot dial."""
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        _take(self.link, frames, 3)
+        take(self.link, frames, 3)
 
     def _on_connection(self, event: int) -> None:
-        if event & _HANDSHAKE_FAILED and event != zmq.Event.HANDSHAKE_FAILED_AUTH:
+        if event & HANDSHAKE_FAILED and event != zmq.Event.HANDSHAKE_FAILED_AUTH:
             if self._keys is None:
                 self._complaints.tell("the other side speaks with keys (curve_keys), this link has none")
             else:
@@ -450,7 +450,7 @@ class Dialer(_LoopLink):
         curve_keys: str = "",
     ) -> None:
         super().__init__(address, status_file, status, clock)
-        self._keys = _dialer_keys(address, curve_keys)
+        self._keys = dialer_keys(address, curve_keys)
         self.link = DialerLink(identity, handler, status, self, clock, expect=expect)
 
     @property
@@ -458,7 +458,7 @@ class Dialer(_LoopLink):
         return self.link.peer
 
     def start(self) -> None:
-        socket = _dealer(zmq.Context.instance(), self.link.identity, self._keys)
+        socket = dealer(zmq.Context.instance(), self.link.identity, self._keys)
         self._watch(socket, self._on_frames)
         socket.connect(self.address)
         self._tick()
@@ -468,18 +468,18 @@ class Dialer(_LoopLink):
 
     def reconnect(self) -> None:
         if self._socket is not None:
-            _redial(self._socket.socket, self.address)
+            redial(self._socket.socket, self.address)
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        _take(self.link, frames, 2)
+        take(self.link, frames, 2)
 
     def _on_connection(self, event: int) -> None:
-        if event & _HANDSHAKE_FAILED and self._socket is not None:
-            self._complaints.tell(_why_not_welcome(event, self._keys))
-            _hang_up(self._socket.socket, self.address)
+        if event & HANDSHAKE_FAILED and self._socket is not None:
+            self._complaints.tell(why_not_welcome(event, self._keys))
+            hang_up(self._socket.socket, self.address)
         if event == zmq.Event.DISCONNECTED and self._socket is not None:
             self._socket.read_rest()
-        _tell(self.link, event)
+        tell(self.link, event)
 
 
 def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -490,20 +490,20 @@ def _router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     return socket
 
 
-def _tell(link: DialerLink, event: int) -> None:
+def tell(link: DialerLink, event: int) -> None:
     if event == zmq.Event.HANDSHAKE_SUCCEEDED:
         link.on_connected()
-    elif event == zmq.Event.DISCONNECTED or event & _HANDSHAKE_FAILED:
+    elif event == zmq.Event.DISCONNECTED or event & HANDSHAKE_FAILED:
         link.on_disconnected()
 
 
-def _hang_up(socket: zmq.Socket[bytes], address: str) -> None:
+def hang_up(socket: zmq.Socket[bytes], address: str) -> None:
     """ZeroMQ gives up for good after some failures and tries again a hundred times a second after
     others: from here on the link decides when to dial."""
     with contextlib.suppress(zmq.ZMQError):  # it has hung up already
         socket.disconnect(address)
 
 
-def _redial(socket: zmq.Socket[bytes], address: str) -> None:
-    _hang_up(socket, address)
+def redial(socket: zmq.Socket[bytes], address: str) -> None:
+    hang_up(socket, address)
     socket.connect(address)

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.line import PRECISIONS, free_port
+from bench.line import PRECISIONS, free_port, wait_ready
 
-READY_SECONDS = 120.0
 TOLD_SECONDS = 20.0
 
 
@@ -65,7 +64,7 @@ def line(num_blocks: int, max_model_len: int, log: Path, precision: str = "bf16"
                     processes[name] = subprocess.Popen(
                         [sys.executable, "-m", *command], env=environment, stdout=out, stderr=out
                     )
-            _wait_ready(address, processes)
+            wait_ready(address, processes)
             yield Line(address, processes["scheduler"], seen)
         finally:
             # From the left: each leaves at once when nothing is asked of it any more.
@@ -76,19 +75,3 @@ def line(num_blocks: int, max_model_len: int, log: Path, precision: str = "bf16"
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-
-
-def _wait_ready(address: str, processes: dict[str, subprocess.Popen[bytes]]) -> None:
-    from quartet.shared.client import Client
-
-    deadline = time.monotonic() + READY_SECONDS
-    with Client(address) as client:
-        while True:
-            for name, process in processes.items():
-                if process.poll() is not None:
-                    raise RuntimeError(f"the {name} ended with {process.returncode}; see --log")
-            try:
-                return client.wait_ready(1)
-            except TimeoutError:
-                if time.monotonic() > deadline:
-                    raise

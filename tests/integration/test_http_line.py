@@ -9,10 +9,10 @@ import time
 import httpx2
 import openai
 import pytest
-from support.client import Client
-from support.doors import Refused, doors
+from support.doors import Refused
 from support.http import call, connect, post, read_all, request_bytes
-from support.stack import Stack, eventually
+from support.lines import line_of
+from support.stack import eventually
 from support.tiny_model import make_tiny_llama
 
 CONTEXT = 4096
@@ -26,26 +26,15 @@ USER = [{"role": "user", "content": "Hi"}]
 def line(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     make_tiny_llama(folder, CONTEXT)
-    stack = Stack(
-        tmp_path_factory.mktemp("stack"),
-        model=folder,
-        tokenizer_tokenizer="byte",
-        executor_dtype="float32",
-        executor_num_blocks=1024,
-        scheduler_max_num_seqs=4,
-        scheduler_max_num_batched_tokens=256,
-        scheduler_enable_prefix_caching="false",
-    ).start()
-    stack.client = Client(stack.address)
-    try:
-        stack.client.wait_ready()
-    except AssertionError as error:
-        stack.stop()
-        pytest.fail(f"{error}\n{stack.tail()}")
-    yield stack
-    stack.client.close()
-    codes = stack.stop()
-    assert set(codes.values()) == {0}, f"{codes}\n{stack.tail()}"
+    settings = {
+        "tokenizer_tokenizer": "byte",
+        "executor_num_blocks": 1024,
+        "scheduler_max_num_seqs": 4,
+        "scheduler_max_num_batched_tokens": 256,
+        "scheduler_enable_prefix_caching": "false",
+    }
+    with line_of(tmp_path_factory.mktemp("stack"), folder, **settings) as stack:
+        yield stack
 
 
 @pytest.fixture
@@ -190,7 +179,7 @@ WRONG = [
 def test_parity_of_all_doors(line, http):
     """The same request through gRPC, the Python client, HTTP and its streams: tokens, text, finish and stop reason,
     log-probabilities, usage; or what kind of error it is, and about which field."""
-    ways = doors(line.client, http)
+    ways = line.doors
     for fields in [*TABLE, *WRONG]:
         expected = ways["grpc"](fields)
         assert isinstance(expected, Refused) == (fields in WRONG), (fields, expected)

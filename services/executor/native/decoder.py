@@ -180,7 +180,7 @@ class NativeDecoder:
 
     def times(self) -> dict[str, float]:
         """Cumulative seconds by phase: `small` (embedding, norms, quantising of rows), `products` of the layers,
-        `attention` (with rotation and the cache's writes), `head` (compute_logits). From the decoder's thread only."""
+        `attention` (with rotation and the cache's writes), `head` (compute_logits). Any thread may ask."""
         seconds = (c_double * len(PHASES))()
         self._library.quartet_decoder_times(self._handle, seconds)
         return dict(zip(PHASES, seconds, strict=True))
