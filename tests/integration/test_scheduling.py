@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -123,28 +122,30 @@ def test_c15_a_long_prompt_starves_nobody(line_of, model, length, budget):
     """A decodes; B brings a prompt for many steps; C brings 10 tokens and has its first one before B."""
     settings = {"executor_max_model_len": 4096, "executor_num_blocks": 512, "executor_max_num_batched_tokens": budget}
     stack, _ = line_of(model, **settings)
-    a = Result()
+    results = {name: Result() for name in "abc"}
     first_token = {}
 
-    def run(name, prompt, result, count):
-        for response in stack.client.stream(prompt, max_tokens=count, ignore_eos=True, temperature=0.0):
-            result.add(response)
-            if result.choices and name not in first_token:
-                first_token[name] = time.monotonic()
+    def run(name, prompt, count):
+        stream = stack.client.stream(prompt, max_tokens=count, ignore_eos=True, temperature=0.0)
+        for response in stream:
+            results[name].add(response)
+            if results[name].choices:
+                first_token.setdefault(name, time.monotonic())
+            if len(first_token) == 3:  # A decodes for as long as it takes.
+                stream.cancel()
+                return
 
-    threads = [threading.Thread(target=run, args=("a", [100] * 4, a, length // 4))]
-    threads[0].start()
-    eventually(lambda: "a" in first_token, 20)
-    b_sent = time.monotonic()
-    threads.append(threading.Thread(target=run, args=("b", [101] * length, Result(), 2)))
-    threads[1].start()
-    eventually(lambda: stack.client.loads().num_running == 2)
-    threads.append(threading.Thread(target=run, args=("c", [102] * 10, Result(), 2)))
-    threads[2].start()
-    for thread in threads:
-        thread.join(240)
+    with ThreadPoolExecutor(3) as pool:
+        runs = [pool.submit(run, "a", [100] * 4, 4000)]
+        eventually(lambda: "a" in first_token, 20)
+        b_sent = time.monotonic()
+        runs.append(pool.submit(run, "b", [101] * length, 2))
+        eventually(lambda: results["b"].started)
+        runs.append(pool.submit(run, "c", [102] * 10, 2))
+        for each in runs:
+            each.result(240)
     assert first_token["c"] < first_token["b"]
-    during = sum(b_sent < t < first_token["b"] for t in a.choices[0].times)
+    during = sum(b_sent < t < first_token["b"] for t in results["a"].choices[0].times)
     assert during >= 5, "A stood still while B's prompt was computed"
 
 
