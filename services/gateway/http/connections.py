@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
+import termios
 from collections import OrderedDict
 from typing import Protocol
 
@@ -26,7 +29,7 @@ class Connections:
     def add(self, connection: Connected) -> bool:
         """False when there are too many and none of them is idle. Ends the one that has been so the longest."""
         if len(self._open) >= self._max_connections:
-            longest = next((idle for idle in self._idle if not idle.transport.get_write_buffer_size()), None)
+            longest = next((idle for idle in self._idle if _has_sent(idle.transport)), None)
             if longest is None:
                 return False
             self.remove(longest)
@@ -47,3 +50,21 @@ class Connections:
     def remove(self, connection: Connected) -> None:
         self._open.discard(connection)
         self._idle.pop(connection, None)
+
+
+def _has_sent(transport: asyncio.Transport) -> bool:
+    """Whether all that was written is on its way without us."""
+    if transport.get_write_buffer_size():
+        return False
+    # TLS has a transport of its own below, whose buffer nobody can ask for; it is empty where the kernel's is.
+    return transport.get_extra_info("ssl_object") is None or not _num_unsent(transport)
+
+
+def _num_unsent(transport: asyncio.Transport) -> int:
+    """Bytes that the kernel has and the other side has not taken."""
+    connected = transport.get_extra_info("socket")
+    if connected is None:
+        return 0
+    number = array.array("i", [0])
+    fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, number)
+    return number[0]

@@ -77,11 +77,16 @@ class Connection(HttpToolsProtocol):
         self._in_head, self._head_bytes = True, 0
 
     def on_response_complete(self) -> None:
-        self.all_connections.idle(self)
+        # Not before the loop has handed the answer on.
+        self.loop.call_soon(self._is_idle)
         super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(ApiError(400, "this is no HTTP/1.1 request"))
+
+    def _is_idle(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.all_connections.idle(self)
 
     def _await_head(self) -> None:
         self._head_timer = self.loop.call_later(self.header_timeout, self._head_is_late)

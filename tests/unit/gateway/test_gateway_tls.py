@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import socket
 import ssl
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import grpc
 import pytest
 import trustme
 import uvloop
-from support.gateway_fakes import gateway, in_loop
+from support.gateway_fakes import gateway, in_loop, until
 from support.http import parse_reply, request_bytes
 from support.http_fakes import http_gateway
 
@@ -19,6 +20,7 @@ from quartet.services.cli.health import main as health
 from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.shared.client import AsyncClient, Client
+from quartet.shared.messages import Submit
 
 BODY = {"model": "tiny", "prompt": "hi"}
 
@@ -251,6 +253,46 @@ async def test_who_does_not_finish_a_handshake_is_not_waited_for(files):
                 assert await asyncio.wait_for(reader.read(), 5) == b""
             writer.close()
         assert (await over_https(served.address, context_of(files))).status == 200
+
+
+@pytest.mark.parametrize("runner", [asyncio.run, uvloop.run])
+def test_a_slow_reader_over_tls_keeps_its_connection_until_it_has_its_answer(files, runner):
+    """The only connection there may be; the answer is more than all buffers below hold together."""
+    text = "a" * 16_000_000
+
+    async def test():
+        settings = {**server_settings(files), "max_connections": 1, "max_unread_bytes": 2**26}
+        async with http_gateway((text,), **settings) as served:
+            host, _, port = served.address.rpartition(":")
+
+            def ask():
+                plain = socket.socket()
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                plain.settimeout(30)
+                plain.connect((host, int(port)))
+                slow = context_of(files).wrap_socket(plain, server_hostname=host)
+                slow.sendall(request_bytes("POST", "/v1/completions", BODY, {"connection": None}))
+                return slow
+
+            def take(slow):
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22)
+                received = bytearray()
+                while not received.endswith(b"}"):
+                    part = slow.recv(2**20)
+                    assert part, len(received)
+                    received += part
+                return received
+
+            slow = await asyncio.to_thread(ask)
+            with slow:
+                await until(lambda: served.peer.all(Submit) and served.table.num_open_streams == 0)
+                for _ in range(3):
+                    assert (await over_https(served.address, context_of(files))).status == 503
+                assert text.encode() in await asyncio.to_thread(take, slow)
+                # Now it is idle, and makes place.
+                assert (await over_https(served.address, context_of(files))).status == 200
+
+    runner(test())
 
 
 # --- settings -------------------------------------------------------------------------------------
