@@ -30,6 +30,7 @@ from quartet.shared.messages import (
     ChoicePast,
     Delta,
     Deltas,
+    ErrorCode,
     Failed,
     FinishReason,
     ModelInfo,
@@ -239,6 +240,28 @@ def test_what_cannot_be_asked_together_is_refused(tiny: LoadedTokenizer, tiny_fa
             checker.check(asked)
         assert caught.value.field == field
     assert GrammarChecker(endless, HERMES).check(submit(structured=answer, stop_token_ids=[2])) == answer
+
+
+def test_a_past_that_the_output_cannot_have_begun_with_is_refused_before_any_step(tiny: LoadedTokenizer) -> None:
+    checker = GrammarChecker(tiny, HERMES)
+    (eos,) = tiny.eos_token_ids
+    ids = {text: next(i for i in range(tiny.vocab_size) if tiny.bytes_of(i) == text.encode()) for text in "abcx"}
+
+    def check(spelt: str, *more: int, **options: Any) -> None:
+        asked = submit(structured=StructuredOutput(REGEX, "ab*c"), **options)
+        asked.choices = [ChoicePast(0, []), ChoicePast(1, [*(ids[c] for c in spelt), *more])]
+        assert checker.check(asked) == StructuredOutput(REGEX, "ab*c")
+
+    for fine, more in (("", ()), ("a", ()), ("abb", ()), ("abc", ()), ("abc", (eos,)), ("a", (tiny.vocab_size,))):
+        check(fine, *more)
+    check("ac", ids["x"], stop_token_ids=[ids["x"]])
+    for spelt, more, place in (("x", (), 0), ("abx", (), 2), ("ab", (eos,), 2), ("abc", (eos, eos), 3), ("ac", (0,), 2)):
+        with pytest.raises(Refusal) as caught:
+            check(spelt, *more)
+        assert caught.value.code is ErrorCode.INVALID_ARGUMENT and caught.value.field == "past_token_ids"
+        assert str(caught.value).startswith(f"past_token_ids: token {place} of choice 1")
+    with pytest.raises(Refusal, match="token 1 of choice 1"):
+        check("abc", stop_token_ids=[ids["b"]])
 
 
 # --- the ledger -----------------------------------------------------------------------------------
