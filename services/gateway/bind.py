@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import socket
 
 
@@ -36,3 +37,15 @@ def tcp_sockets(setting: str, address: str, send_timeout: float = 0.0) -> list[s
             raise BindError(f"{setting}: cannot bind {address}: {reason}") from error
         undo.pop_all()
     return sockets
+
+
+def is_reached_from_elsewhere(address: str) -> bool:
+    """Whether others than this host's own programs may come to it. An unknown name is nobody's."""
+    host, _, port = address.rpartition(":")
+    if address.startswith("unix:"):
+        return False
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return False
+    return not all(ipaddress.ip_address(str(target[0]).partition("%")[0]).is_loopback for *_, target in found)

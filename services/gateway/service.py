@@ -10,7 +10,7 @@ import signal
 import socket
 
 from quartet.services.gateway import metrics
-from quartet.services.gateway.bind import BindError
+from quartet.services.gateway.bind import BindError, is_reached_from_elsewhere
 from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.grpc_face import GrpcFace
 from quartet.services.gateway.http.face import HttpFace
@@ -98,6 +98,7 @@ class Gateway:
                 http_address=self._settings.http_address,
                 tokenizer_link=self.link.address,
             )
+            self._warn_of_strangers()
             async with asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(run()) for run in (self._tick, self._follow_health, self._follow_files)]
                 await stop.wait()
@@ -130,6 +131,17 @@ class Gateway:
         self.table.on_message(peer, message)
 
     # --- inside ---
+
+    def _warn_of_strangers(self) -> None:
+        settings = self._settings
+        given = [address for address in (settings.grpc_address, settings.http_address) if address]
+        reached = [address for address in given if is_reached_from_elsewhere(address)]
+        if reached and not self.credentials.keys.required and not settings.tls_client_ca:
+            _log.warning(
+                "everybody who can reach these addresses may use this server: "
+                "give it API keys (--api-key-file; quartet keys api makes them) or --tls-client-ca",
+                addresses=reached,
+            )
 
     def _model_name(self) -> str:
         """As HTTP clients call it."""

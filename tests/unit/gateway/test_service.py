@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from support.gateway_fakes import MODEL
 
+from quartet.services.gateway.bind import is_reached_from_elsewhere
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.shared.client import Client, InferenceError
 from quartet.shared.messages import (
@@ -227,6 +228,36 @@ def test_a_taken_port_is_one_line_in_the_log(tmp_path):
     (line,) = errors.splitlines()
     assert json.loads(line)["event"].endswith("address already in use")
     assert not (tmp_path / "gateway.sock").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "flags", "warned"),
+    [
+        ("0.0.0.0:0", (), ["0.0.0.0:0"]),
+        ("[::]:0", ("--http-address", "0.0.0.0:0"), ["[::]:0", "0.0.0.0:0"]),
+        ("0.0.0.0:0", ("--api-key-hashes", "a" * 64), None),
+        ("localhost:0", ("--http-address", "127.0.0.1:0"), None),
+    ],
+)
+def test_who_listens_to_the_world_without_keys_is_warned(tmp_path, address, flags, warned):
+    process = start(tmp_path, address, "--log-format", "json", *flags)
+    with process:
+        lines = []
+        for line in process.stderr:
+            lines.append(json.loads(line))
+            if lines[-1]["event"] == "serving":
+                process.terminate()
+    assert process.returncode == 0 and "serving" in [line["event"] for line in lines]
+    warnings = [line for line in lines if line["level"] == "warning"]
+    if warned is None:
+        assert not warnings
+    else:
+        assert [line["addresses"] for line in warnings] == [warned] and "API keys" in warnings[0]["event"]
+
+
+@pytest.mark.parametrize("address", ["unix:/a/b", "127.0.0.1:1", "127.1.2.3:1", "localhost:1", "[::1]:1"])
+def test_addresses_that_only_this_host_reaches(address):
+    assert not is_reached_from_elsewhere(address)
 
 
 def test_wrong_settings_are_named(tmp_path):
