@@ -84,10 +84,8 @@ class GrammarChecker:
         if matcher.is_error():
             raise _refusal(field, why(matcher))
         if num_right < len(text) or (ended and not matcher.is_accepting()):
-            raise _refusal(
-                "past_token_ids",
-                f"token {num_right} of choice {past.index}, id {token_ids[num_right]}, is none that {field} allows there",
-            )
+            token = f"token {num_right} of choice {past.index}, id {token_ids[num_right]}"
+            raise _refusal("past_token_ids", f"{token}, is none that {field} allows there")
 
     def _has_passed(self, structured: StructuredOutput) -> bool:
         with self._lock:

@@ -255,7 +255,8 @@ def test_a_past_that_the_output_cannot_have_begun_with_is_refused_before_any_ste
     for fine, more in (("", ()), ("a", ()), ("abb", ()), ("abc", ()), ("abc", (eos,)), ("a", (tiny.vocab_size,))):
         check(fine, *more)
     check("ac", ids["x"], stop_token_ids=[ids["x"]])
-    for spelt, more, place in (("x", (), 0), ("abx", (), 2), ("ab", (eos,), 2), ("abc", (eos, eos), 3), ("ac", (0,), 2)):
+    bad = (("x", (), 0), ("abx", (), 2), ("ab", (eos,), 2), ("abc", (eos, eos), 3), ("ac", (0,), 2))
+    for spelt, more, place in bad:
         with pytest.raises(Refusal) as caught:
             check(spelt, *more)
         assert caught.value.code is ErrorCode.INVALID_ARGUMENT and caught.value.field == "past_token_ids"
