@@ -529,6 +529,29 @@ class WatchEnded(Message, tag=28):
     """Tokenizer -> gateway: there is no scheduler. When one is there again its events follow by themselves."""
 
 
+class WatchSpans(Message, tag=29):
+    """Gateway -> tokenizer: whether WatchedSpans come from now on. Not answered."""
+
+    enabled: bool
+
+
+class WatchedSpan(Record):
+    """A part of a tokenizer's work; `at` is its wall clock in seconds when it began. Without a `request_id` it was
+    done for all requests of a step."""
+
+    name: str
+    at: float
+    duration_us: int
+    num_tokens: int
+    request_id: int | None = None
+
+
+class WatchedSpans(Message, tag=30):
+    """Tokenizer -> gateway: what it has done since the last ones."""
+
+    spans: list[WatchedSpan]
+
+
 # --- tokenizer <-> scheduler ----------------------------------------------------------------------
 
 
@@ -729,7 +752,7 @@ AnyMessage = (
     Hello | Refused | Reset | Heartbeat | ModelChanged | GetLoads | Loads | CallFailed | Failed | Abort | Release
     | ResetPrefixCache | PrefixCacheReset
     | Submit | Attach | Attached | Accepted | Deltas | PromptLogprobs | Encode | Encoded | Decode | Decoded
-    | Watch | WatchEvents | WatchEnded
+    | Watch | WatchEvents | WatchEnded | WatchSpans | WatchedSpans
     | NewRequest | Finish | Outputs | Vocabulary
     | Takeover | Granted | StepPlan | StepResult | PlanRefused | StepFailed | EraseHashes
     | WatchSteps | StepTimed

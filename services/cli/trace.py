@@ -12,8 +12,9 @@ from quartet.services.cli.live_feed import Feed, FeedError, add_feed_flags
 from quartet.services.cli.trace_file import Trace
 
 DESCRIPTION = """Records steps and requests of a running server, and writes them in Chrome's trace format: open the
-file at https://ui.perfetto.dev (it stays on your machine) or chrome://tracing. Scheduler and executor are processes,
-each request is a span with what it waits for and computes. Ctrl-C ends it before its time, with what it has."""
+file at https://ui.perfetto.dev (it stays on your machine) or chrome://tracing. Each service is a process with what it
+does in each step; each request is a span with what it waits for and computes. Ctrl-C ends it before its time, with
+what it has."""
 EPILOG = """examples:
   quartet trace -o trace.json --seconds 10
   quartet trace --url http://gateway:8000 -o - | gzip > trace.json.gz

@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-SCHEDULER, EXECUTOR, REQUESTS, LINE = 3, 4, 5, 6
-NAMES = {SCHEDULER: "scheduler", EXECUTOR: "executor", REQUESTS: "requests", LINE: "services"}
+GATEWAY, SCHEDULER, EXECUTOR, REQUESTS, LINE = 1, 3, 4, 5, 6
+# Of the first tokenizer; each is a process of its own.
+TOKENIZER = 20
+NAMES = {
+    GATEWAY: "gateway",
+    SCHEDULER: "scheduler",
+    EXECUTOR: "executor",
+    REQUESTS: "requests",
+    LINE: "services",
+}
 # Tracks. Two steps are in flight at a time, so each has its own.
 SCHEDULE, UPDATE, IN_FLIGHT = 1, 2, 3
 PHASES, STEPS = 1, 2
 THREADS = {
+    (GATEWAY, 1): "deltas",
     (SCHEDULER, SCHEDULE): "schedule",
     (SCHEDULER, UPDATE): "update",
     (SCHEDULER, IN_FLIGHT): "in flight, even steps",
@@ -22,6 +31,8 @@ THREADS = {
 }
 # What a request does after each of its events.
 SPANS = {"queued": "queued", "admitted": "prefill", "first_token": "decode", "preempted": "preempted"}
+# And what its client's stream does at the gateway.
+STREAM_SPANS = {"opened": "until accepted", "accepted": "until its first token", "first_token": "streaming"}
 
 
 class Trace:
@@ -33,6 +44,8 @@ class Trace:
         self.first_t = 0.0
         self.last_t = 0.0
         self._request_events: list[tuple[float, str, str]] = []
+        self._stream_events: list[tuple[float, str, str]] = []
+        self._spans: list[tuple[str, str, str, float, float, int, str | None]] = []
         self._counters: list[tuple[float, str, dict[str, int]]] = []
         self._services: dict[tuple[str, str], dict[str, Any]] = {}
         self._changes: list[tuple[float, str]] = []
@@ -51,6 +64,8 @@ class Trace:
         for t, key, what in data.get("request_events", ()):
             self._seen.add(key)
             self._request_events.append((t, key, what))
+        self._stream_events += map(tuple, data.get("stream_events", ()))
+        self._spans += map(tuple, data.get("spans", ()))
         if pool := data.get("pool"):
             held = pool["num_blocks"] - pool["num_free"]
             self._counters.append((data["t"], "KV blocks", {"held": held, "named": pool["num_cached"]}))
@@ -71,7 +86,11 @@ class Trace:
         for step in steps:
             events += _scheduler_part(step)
             events += _executor_part(step, offset)
-        events += _request_spans(sorted(self._request_events, key=lambda e: e[0]), self.last_t)
+        requests = _Spans(REQUESTS, "request", SPANS)
+        events += requests.build(sorted(self._request_events, key=lambda e: e[0]), self.last_t)
+        streams = _Spans(GATEWAY, "stream", STREAM_SPANS)
+        events += streams.build(sorted(self._stream_events, key=lambda e: e[0]), self.last_t)
+        events += _work(self._spans)
         for t, name, values in self._counters:
             events.append({"ph": "C", "pid": SCHEDULER, "ts": _us(t), "name": name, "args": values})
         for t, what in self._changes:
@@ -128,10 +147,14 @@ def clock_offset(steps: Iterable[dict[str, Any]]) -> float:
 
 def _metadata() -> Iterable[dict[str, Any]]:
     for pid, name in NAMES.items():
-        yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
-        yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+        yield from _process(pid, name, pid)
     for (pid, tid), name in THREADS.items():
         yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
+
+
+def _process(pid: int, name: str, place: int) -> Iterable[dict[str, Any]]:
+    yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": place}}
 
 
 def _scheduler_part(step: dict[str, Any]) -> list[dict[str, Any]]:
@@ -166,27 +189,59 @@ def _executor_part(step: dict[str, Any], offset: float) -> list[dict[str, Any]]:
     return parts
 
 
-def _request_spans(events: list[tuple[float, str, str]], end: float) -> list[dict[str, Any]]:
-    """Each request with what it does one after the other; those that go on are cut at the end."""
-    open_spans: dict[str, str] = {}
-    found: list[dict[str, Any]] = []
-    for t, key, what in events:
-        if key in open_spans:
-            found.append(_async("e", open_spans.pop(key), key, t))
-        else:
-            found.append(_async("b", "request", key, t))
-        if what in SPANS:
-            open_spans[key] = SPANS[what]
-            found.append(_async("b", SPANS[what], key, t))
-        else:
-            found.append(_async("e", "request", key, t, {"ends": what}))
-    for key, name in open_spans.items():
-        found += [_async("e", name, key, end), _async("e", "request", key, end, {"ends": "after the trace"})]
-    return found
+class _Spans:
+    """What requests do one after the other, under `pid`; those that go on are cut at the end. `names` has what each
+    of their events begins; any other is an end."""
+
+    def __init__(self, pid: int, whole: str, names: dict[str, str]) -> None:
+        self._pid = pid
+        self._whole = whole
+        self._names = names
+
+    def build(self, events: Iterable[tuple[float, str, str]], end: float) -> list[dict[str, Any]]:
+        open_spans: dict[str, str] = {}
+        found: list[dict[str, Any]] = []
+        for t, key, what in events:
+            if key in open_spans:
+                found.append(self._event("e", open_spans.pop(key), key, t))
+            else:
+                found.append(self._event("b", self._whole, key, t))
+            if what in self._names:
+                open_spans[key] = self._names[what]
+                found.append(self._event("b", self._names[what], key, t))
+            else:
+                found.append(self._event("e", self._whole, key, t, {"ends": what}))
+        for key, name in open_spans.items():
+            found.append(self._event("e", name, key, end))
+            found.append(self._event("e", self._whole, key, end, {"ends": "after the trace"}))
+        return found
+
+    def _event(self, ph: str, name: str, key: str, t: float, args: dict[str, Any] | None = None) -> dict[str, Any]:
+        return _async(ph, self._whole, key, self._pid, name, t, args)
 
 
-def _async(ph: str, name: str, key: str, t: float, args: dict[str, Any] | None = None) -> dict[str, Any]:
-    event = {"ph": ph, "cat": "request", "id": key, "pid": REQUESTS, "tid": 1, "name": name, "ts": _us(t)}
+def _work(spans: Iterable[tuple[str, str, str, float, float, int, str | None]]) -> Iterable[dict[str, Any]]:
+    """Parts of the work of gateway and tokenizers: slices, or, of one request, a span, since several may be at once."""
+    tokenizers: dict[str, int] = {}
+    for role, service, name, t, ms, num_tokens, request_id in spans:
+        pid = GATEWAY
+        if role == "tokenizer":
+            pid = tokenizers.setdefault(service, TOKENIZER + len(tokenizers))
+        args = {"num_tokens": num_tokens}
+        if request_id is None:
+            yield _slice(pid, 1, name, t, ms / 1000, args)
+        else:
+            yield _async("b", name, request_id, pid, name, t, args | {"request_id": request_id})
+            yield _async("e", name, request_id, pid, name, t + ms / 1000, None)
+    for service, pid in tokenizers.items():
+        yield from _process(pid, f"tokenizer {service}", 2)
+        yield {"ph": "M", "pid": pid, "tid": 1, "name": "thread_name", "args": {"name": "outputs"}}
+
+
+def _async(
+    ph: str, category: str, key: str, pid: int, name: str, t: float, args: dict[str, Any] | None
+) -> dict[str, Any]:
+    event = {"ph": ph, "cat": category, "id": key, "pid": pid, "tid": 1, "name": name, "ts": _us(t)}
     return event | {"args": args} if args else event
 
 

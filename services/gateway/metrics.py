@@ -36,6 +36,7 @@ from quartet.shared.tracing import (
 
 if TYPE_CHECKING:
     from quartet.services.gateway.events import StreamError
+    from quartet.services.gateway.live.trace_log import TraceLog
     from quartet.services.gateway.stream import Stream
     from quartet.services.gateway.stream_table import StreamTable
 
@@ -58,6 +59,8 @@ class GatewayMetrics:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.tracer: Tracer | None = None
+        # There while somebody traces.
+        self.trace_log: TraceLog | None = None
         self.model_name: Callable[[], str] = str
         self.received = 0
         self.ended: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
@@ -93,8 +96,16 @@ class GatewayMetrics:
                 self.params_max_tokens.observe(stream.sampling.max_tokens)
         if self.tracer is not None:
             self._start_span(stream, self.tracer, adopted)
+        if self.trace_log is not None:
+            self.trace_log.happened(stream, "accepted" if adopted else "opened")
+
+    def accepted(self, stream: Stream) -> None:
+        if self.trace_log is not None:
+            self.trace_log.happened(stream, "accepted")
 
     def first_token(self, stream: Stream) -> None:
+        if self.trace_log is not None:
+            self.trace_log.happened(stream, "first_token")
         # What came before it was adopted is not known.
         if not stream.adopted:
             stream.first_token_at = self._clock()
@@ -115,6 +126,8 @@ class GatewayMetrics:
             if stream.first_token_at is not None and steps > 0:
                 self.time_per_output_token.observe((now - stream.first_token_at) / steps)
         self._end_span(stream, "")
+        if self.trace_log is not None:
+            self.trace_log.happened(stream, "finished")
 
     def failed(self, stream: Stream, error: StreamError) -> None:
         if error.code == ErrorCode.CANCELLED:
@@ -128,6 +141,8 @@ class GatewayMetrics:
             # Those that had finished before have ended as well.
             self._count(choice.finish_reason for choice in stream.choices.values())
         self._end_span(stream, "" if outcome == "aborted" else f"{error.code.name}: {error.message}")
+        if self.trace_log is not None:
+            self.trace_log.happened(stream, "failed")
 
     def _count(self, reasons: Iterable[FinishReason | None]) -> None:
         for reason in reasons:

@@ -43,6 +43,7 @@ from quartet.shared.messages import (
     PromptLogprobs,
     Release,
     Role,
+    WatchedSpans,
     WatchEnded,
     WatchEvents,
 )
@@ -96,6 +97,10 @@ class StreamTable:
     @property
     def ready(self) -> bool:
         return not self.draining and any(tokenizer.usable for tokenizer in self.tokenizers.values())
+
+    @property
+    def open_streams(self) -> Iterable[Stream]:
+        return self._open.values()
 
     @property
     def num_open_streams(self) -> int:
@@ -249,8 +254,12 @@ class StreamTable:
             return
         match message:
             case Deltas():
+                trace_log = self.metrics.trace_log
+                began = 0.0 if trace_log is None else self._clock()
                 for delta in message.items:
                     self._on_delta(tokenizer, delta)
+                if trace_log is not None:
+                    trace_log.passed_on(began, sum(len(delta.token_ids) for delta in message.items))
             case Accepted():
                 stream = self._current(tokenizer, message.request_id, message.attempt)
                 if stream is not None:
@@ -265,7 +274,7 @@ class StreamTable:
                 self._on_failed(tokenizer, message)
             case Loads() | Encoded() | Decoded() | PrefixCacheReset() | CallFailed():
                 self.calls.on_answer(peer, message)
-            case WatchEvents() | WatchEnded():
+            case WatchEvents() | WatchEnded() | WatchedSpans():
                 self.live.on_message(peer, message)
             case _:
                 _log.warning("unexpected message", peer=peer.name, message=type(message).__name__)
@@ -421,6 +430,7 @@ class StreamTable:
         except Gap:
             self._resubmit_after_gap(stream)
         else:
+            self.metrics.accepted(stream)
             self._wake(stream)
 
     def _on_prompt_logprobs(self, tokenizer: Tokenizer, message: PromptLogprobs) -> None:

@@ -17,6 +17,7 @@ from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.metrics import tell
 from quartet.services.tokenizer.prompt_encoder import PromptEncoder, Refusal
 from quartet.services.tokenizer.settings import TokenizerSettings
+from quartet.services.tokenizer.span_log import SpanLog
 from quartet.services.tokenizer.tool_formats import ToolFormat
 from quartet.shared.config import version
 from quartet.shared.link import Identity, Link, Peer, Status
@@ -44,7 +45,9 @@ from quartet.shared.messages import (
     Submit,
     TokensPrompt,
     Watch,
+    WatchedSpans,
     WatchEvents,
+    WatchSpans,
 )
 from quartet.shared.metrics import Collector, Families, MetricsServer, service_source
 from quartet.shared.sampling_params import InvalidField, StructuredOutput, validate_token_ids
@@ -116,6 +119,9 @@ class TokenizerService:
         ]
         self._was_ready = False
         self.tracer: Tracer | None = None
+        # There while a gateway traces.
+        self.spans: SpanLog | None = None
+        self._tracing: set[Peer] = set()
 
     def status(self) -> Status:
         # What can stand still here is encoding; the loop itself is alive when it says this.
@@ -182,6 +188,22 @@ class TokenizerService:
             for link in self._gateways:
                 link.announce()
 
+    def watch_spans(self, gateway: Peer, enabled: bool) -> None:
+        """The gateway wants to be told what takes its time here, or no more."""
+        if enabled:
+            self._tracing.add(gateway)
+        else:
+            self._tracing.discard(gateway)
+        if not self._tracing:
+            self.spans = None
+        elif self.spans is None:
+            wall = time.time() - time.monotonic()
+            self.spans = SpanLog(time.monotonic, wall, self._tell_spans, self._loop.call_later)
+
+    def _tell_spans(self, spans: WatchedSpans) -> None:
+        for gateway in list(self._tracing):
+            gateway.send(spans)
+
     def submit(self, gateway: Peer, submit: Submit) -> None:
         if not self.core.submit(gateway, submit):
             return
@@ -224,6 +246,8 @@ class TokenizerService:
         self._trace_encoding(submit, since, num_tokens)
 
     def _trace_encoding(self, submit: Submit, since: float, num_tokens: int) -> None:
+        if self.spans is not None:
+            self.spans.add("tokenize", since, num_tokens, submit.request_id)
         if self.tracer is not None and submit.trace_context:
             attributes: Attributes = {
                 REQUEST_ID: f"{submit.request_id:016x}",
@@ -318,6 +342,7 @@ class _GatewaySide:
         self._core.gateway_up(peer)
 
     def on_down(self, peer: Peer, reason: str) -> None:
+        self._service.watch_spans(peer, enabled=False)
         self._core.gateway_down(peer)
 
     def on_message(self, peer: Peer, message: AnyMessage) -> None:
@@ -334,6 +359,8 @@ class _GatewaySide:
                 self._core.call_scheduler(peer, message)
             case Watch():
                 self._core.watch(peer, message)
+            case WatchSpans():
+                self._service.watch_spans(peer, message.enabled)
             case Encode():
                 self._service.encode(peer, message)
             case Decode():
@@ -360,6 +387,8 @@ class _SchedulerSide:
         self._service.scheduler_changed()
 
     def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        spans = self._service.spans
+        began = 0.0 if spans is None else time.monotonic()
         match message:
             case Outputs():
                 self._core.outputs(message)
@@ -374,6 +403,8 @@ class _SchedulerSide:
             case _:
                 _log.warning("unexpected message from the scheduler", message=type(message).__name__)
         self._service.flush()
+        if spans is not None and isinstance(message, Outputs):
+            spans.add("detokenize", began, sum(len(output.token_ids) for output in message.items))
 
     def on_status(self, peer: Peer) -> None:
         self._service.scheduler_changed()

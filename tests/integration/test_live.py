@@ -111,6 +111,20 @@ def test_what_is_seen_of_a_request(line: Any) -> None:
         key = ended[0]["key"]
         whats = [what for _, told, what in live.view.request_events if told == key]
         assert whats == ["queued", "admitted", "first_token", "finished"]
+        request_id = ended[0]["request_id"]
+
+        def of_stream(view: LiveView) -> list[str]:
+            return [what for _, told, what in view.stream_events if told == request_id]
+
+        live.until(lambda view: of_stream(view)[-1:] == ["finished"])
+        assert of_stream(live.view) == ["opened", "accepted", "first_token", "finished"]
+        live.until(lambda view: {span[2] for span in view.spans} == {"tokenize", "detokenize", "deltas"})
+        at = {what: t for t, told, what in live.view.stream_events if told == request_id}
+        (encoded,) = [span for span in live.view.spans if span[6] == request_id]
+        assert encoded[:3] == ["tokenizer", live.view.service("tokenizer")["name"], "tokenize"]
+        # Two processes on one host, each with one look at the wall clock.
+        assert at["opened"] - 0.1 < encoded[3] < at["accepted"] + 0.1 and 0 < encoded[4] < 10_000
+        assert sum(span[5] for span in live.view.spans if span[2] == "deltas") >= 200
         generate(line, 2)
         live.until(lambda view: max(block[3] for block in view.blocks.values()) >= 1)
         live.until(lambda view: view.state["counters"]["prefix_cache_hits"] > 0)

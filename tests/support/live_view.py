@@ -21,6 +21,8 @@ class LiveView:
         self.ended: dict[str, dict[str, Any]] = {}
         self.steps: dict[tuple[int, int], dict[str, Any]] = {}
         self.request_events: list[list[Any]] = []
+        self.stream_events: list[list[Any]] = []
+        self.spans: list[list[Any]] = []
         self.num_snapshots = 0
 
     def take(self, text: bytes) -> None:
@@ -48,6 +50,8 @@ class LiveView:
         for step in data.get("steps", ()):
             self.steps[step["epoch"], step["step_id"]] = step
         self.request_events += data.get("request_events", [])
+        self.stream_events += data.get("stream_events", [])
+        self.spans += data.get("spans", [])
 
     def service(self, role: str) -> dict[str, Any] | None:
         """The one that is there."""

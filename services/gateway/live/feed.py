@@ -9,10 +9,11 @@ from quartet.services.gateway.events import StreamError, unavailable
 from quartet.services.gateway.live.account import Account, Contradiction
 from quartet.services.gateway.live.latency import Latencies
 from quartet.services.gateway.live.roster import Roster
+from quartet.services.gateway.live.trace_log import TraceLog
 from quartet.services.gateway.live.viewer import Viewer
 from quartet.services.gateway.tokenizer import Peer
 from quartet.shared.log import get_logger
-from quartet.shared.messages import ErrorCode, Role, Watch, WatchedService, WatchEnded, WatchEvents
+from quartet.shared.messages import ErrorCode, Role, Watch, WatchedService, WatchedSpans, WatchEnded, WatchEvents
 
 if TYPE_CHECKING:
     from quartet.services.gateway.stream_table import StreamTable
@@ -25,8 +26,8 @@ _log = get_logger()
 
 
 class LiveFeed:
-    """Part of the stream table, whose `latencies` are there exactly while somebody looks. `gateway` tells of this
-    process; without it the gateway is not listed."""
+    """Part of the stream table, whose `latencies` are there exactly while somebody looks, and whose metrics'
+    `trace_log` while somebody traces. `gateway` tells of this process; without it the gateway is not listed."""
 
     def __init__(self, table: StreamTable, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self.account = Account()
@@ -61,6 +62,8 @@ class LiveFeed:
                 self._table.latencies = Latencies(self._clock)
                 self._list_tokenizers()
             self._watch()
+            if trace:
+                self._trace(viewer)
         except BaseException:
             self.close(viewer)
             raise
@@ -69,6 +72,12 @@ class LiveFeed:
     def close(self, viewer: Viewer) -> None:
         if viewer in self._viewers:
             self._viewers.remove(viewer)
+        trace_log = self._table.metrics.trace_log
+        if trace_log is not None and viewer in trace_log.viewers:
+            trace_log.viewers.remove(viewer)
+            if not trace_log.viewers:
+                self._table.metrics.trace_log = None
+                trace_log.leave()
         if not self._viewers:
             self._table.latencies = None
             self._leave()
@@ -98,9 +107,15 @@ class LiveFeed:
         if self._viewers:
             self._list_tokenizers()
             self._watch()
+            if self._table.metrics.trace_log is not None:
+                self._table.metrics.trace_log.ask(self._table.tokenizers)
             self._wake()
 
-    def on_message(self, peer: Peer, message: WatchEvents | WatchEnded) -> None:
+    def on_message(self, peer: Peer, message: WatchEvents | WatchEnded | WatchedSpans) -> None:
+        if isinstance(message, WatchedSpans):
+            if self._table.metrics.trace_log is not None:
+                self._table.metrics.trace_log.on_message(peer, message)
+            return
         if peer is not self._peer:
             return
         if isinstance(message, WatchEnded):
@@ -120,6 +135,15 @@ class LiveFeed:
         self._wake()
 
     # --- inside -------------------------------------------------------------------------------------
+
+    def _trace(self, viewer: Viewer) -> None:
+        trace_log = self._table.metrics.trace_log
+        if trace_log is None:
+            name = "gateway" if self.gateway is None else self.gateway().name
+            trace_log = TraceLog(name, self._clock, self.wall_clock() - self._clock())
+            self._table.metrics.trace_log = trace_log
+        trace_log.begin(viewer, self._table.open_streams)
+        trace_log.ask(self._table.tokenizers)
 
     def _watch(self) -> None:
         """Asks the best of the tokenizers, where it is another one now, or more often."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ MAX_UNREAD_STEPS = 1024
 MAX_UNREAD_EVENTS = 8192
 MEMBERS = ("model", "pool", "queue", "counters", "num_requests_more", "latency", "services")
 
+# role, name, what, t, ms, number of tokens, request id where it is of one
+Span = tuple[str, str, str, float, float, int, str | None]
+
 _encode = msgspec.json.encode
 
 
@@ -33,6 +37,9 @@ class Viewer:
         self.trace = trace
         self.changed = asyncio.Event()
         self.over = asyncio.Event()
+        # What a trace has besides: of streams (t, request id, what), and parts of the work of gateway and tokenizers.
+        self.stream_events: deque[tuple[float, str, str]] = deque(maxlen=MAX_UNREAD_EVENTS)
+        self.spans: deque[Span] = deque(maxlen=MAX_UNREAD_EVENTS)
         self._feed = feed
         self._seq = 0
         self._members: dict[str, Any] = {}
@@ -89,6 +96,10 @@ class Viewer:
             data["num_steps_dropped"], self._num_steps_dropped = self._num_steps_dropped, 0
         if self.trace and (self._events or name == b"snapshot"):
             data["request_events"], self._events = self._events, []
+        for member, unread in (("stream_events", self.stream_events), ("spans", self.spans)):
+            if unread:
+                data[member] = list(unread)
+                unread.clear()
         if not data:
             return None
         head = {"seq": self._seq, "t": self._feed.wall_clock()}

@@ -10,7 +10,7 @@ import pytest
 from support.live_server import LiveServer
 
 from quartet.services.cli.main import main
-from quartet.services.cli.trace_file import EXECUTOR, REQUESTS, SCHEDULER, Trace, clock_offset
+from quartet.services.cli.trace_file import EXECUTOR, GATEWAY, REQUESTS, SCHEDULER, TOKENIZER, Trace, clock_offset
 
 KEY = "0123456789abcdef/0"
 
@@ -69,12 +69,12 @@ def test_an_executor_whose_clock_goes_wrong_is_put_right(skew: float, expected: 
     assert clock_offset([step(1, 100.0)]) == 0.0
 
 
-def spans(built: dict[str, Any], key: str) -> list[tuple[str, float, float]]:
+def spans(built: dict[str, Any], key: str, pid: int = REQUESTS) -> list[tuple[str, float, float]]:
     """(name, begin, end), by their beginning."""
     begun: dict[str, float] = {}
     found = []
     for event in built["traceEvents"]:
-        if event["pid"] != REQUESTS or event.get("id") != key:
+        if event["pid"] != pid or event.get("id") != key:
             continue
         if event["ph"] == "b":
             assert event["name"] not in begun
@@ -82,7 +82,7 @@ def spans(built: dict[str, Any], key: str) -> list[tuple[str, float, float]]:
         else:
             found.append((event["name"], begun.pop(event["name"]), event["ts"] / 1e6))
     assert not begun, "every span ends"
-    return sorted(found, key=lambda span: (span[1], span[0] != "request"))
+    return sorted(found, key=lambda span: (span[1], span[0] not in ("request", "stream")))
 
 
 def test_what_a_request_does_one_after_the_other() -> None:
@@ -107,6 +107,43 @@ def test_what_was_there_before_and_what_goes_on_is_cut() -> None:
     assert spans(built, "b/0") == [("request", 100.0, 104.0), ("prefill", 100.0, 104.0)]
     assert spans(built, "c/0") == [("request", 100.0, 104.0), ("queued", 100.0, 102.0), ("prefill", 102.0, 104.0)]
     assert spans(built, "d/0") == [("request", 100.0, 104.0), ("preempted", 100.0, 104.0)]
+
+
+def test_a_stream_at_the_gateway() -> None:
+    trace = Trace()
+    trace.add("snapshot", {"t": 100.0, "stream_events": [[100.0, "b", "first_token"]]})
+    whats = ["opened", "accepted", "first_token", "finished"]
+    events = [[101.0 + i, "a", what] for i, what in enumerate(whats)]
+    trace.add("delta", {"t": 110.0, "stream_events": [*events, [109.0, "c", "accepted"], [109.5, "d", "opened"]]})
+    trace.add("delta", {"t": 111.0, "stream_events": [[110.0, "d", "failed"]]})
+    built = trace.build()
+    assert spans(built, "a", GATEWAY) == [
+        ("stream", 101.0, 104.0), ("until accepted", 101.0, 102.0), ("until its first token", 102.0, 103.0),
+        ("streaming", 103.0, 104.0),
+    ]  # fmt: skip
+    assert spans(built, "b", GATEWAY) == [("stream", 100.0, 111.0), ("streaming", 100.0, 111.0)]
+    assert spans(built, "c", GATEWAY) == [("stream", 109.0, 111.0), ("until its first token", 109.0, 111.0)]
+    assert spans(built, "d", GATEWAY) == [("stream", 109.5, 110.0), ("until accepted", 109.5, 110.0)]
+    ended = [e for e in built["traceEvents"] if e["ph"] == "e" and e["pid"] == GATEWAY and "args" in e]
+    assert {e["args"]["ends"] for e in ended} == {"finished", "failed", "after the trace"}
+
+
+def test_what_gateway_and_tokenizers_do_is_on_tracks_of_their_own() -> None:
+    trace = Trace()
+    trace.add("snapshot", {"t": 100.0, "spans": [["gateway", "g", "deltas", 100.5, 0.25, 32, None]]})
+    told = [
+        ["tokenizer", "t1", "detokenize", 100.4, 1.5, 32, None],
+        ["tokenizer", "t2", "tokenize", 100.1, 3.0, 9, "a"],
+    ]
+    trace.add("delta", {"t": 101.0, "spans": told})
+    built = trace.build()
+    assert slices(built, GATEWAY, "deltas") == [(100.5e6, 250.0)]
+    assert slices(built, TOKENIZER, "detokenize") == [(100.4e6, 1500.0)]
+    assert spans(built, "a", TOKENIZER + 1) == [("tokenize", 100.1, pytest.approx(100.103))]
+    names = {e["pid"]: e["args"]["name"] for e in built["traceEvents"] if e["name"] == "process_name"}
+    order = {e["pid"]: e["args"]["sort_index"] for e in built["traceEvents"] if e["name"] == "process_sort_index"}
+    line = [names[pid] for pid in sorted(order, key=order.__getitem__)]
+    assert line == ["gateway", "tokenizer t1", "tokenizer t2", "scheduler", "executor", "requests", "services"]
 
 
 def test_services_that_come_and_go_are_marks() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -48,6 +49,10 @@ from quartet.shared.messages import (
     Role,
     Submit,
     TextPrompt,
+    TokensPrompt,
+    WatchedSpan,
+    WatchedSpans,
+    WatchSpans,
 )
 from quartet.shared.sampling_params import SamplingParams, TextParams
 from quartet.shared.transport import Binder
@@ -329,3 +334,56 @@ def test_what_is_wrong_at_start_is_said_in_one_line(tmp_path: Path, flags: list[
     process = Process(tmp_path, *flags)
     assert process.wait() == code
     assert says in process.text and "Traceback" not in process.text
+
+
+def test_prompts_and_outputs_are_told_while_a_gateway_traces(
+    tmp_path: Path, tiny: LoadedTokenizer, model_info: Callable[..., ModelInfo]
+) -> None:
+    async def body(line: Line) -> None:
+        scheduler = await line.start_scheduler()
+        began = time.time()
+        line.gateway.send(WatchSpans(enabled=True))
+        line.submit(1, TextPrompt("hi"))
+        ids = (await line.gateway.get(Accepted)).prompt_token_ids
+        await scheduler.get(NewRequest)
+        line.submit(2, TokensPrompt([100]))
+        await line.gateway.get(Accepted)
+        scheduler.send(Outputs([Output(1, 1, 0, 0, [100, 101]), Output(2, 1, 0, 0, [102])]))
+        spans, num_deltas = list[WatchedSpan](), 0
+        async with asyncio.timeout(30):
+            while len(spans) < 3:
+                message = await line.gateway.inbox.get()
+                num_deltas += isinstance(message, Deltas)
+                spans += message.spans if isinstance(message, WatchedSpans) else []
+        assert num_deltas == 1
+        assert [(span.name, span.num_tokens, span.request_id) for span in spans] == [
+            ("tokenize", len(ids), 1), ("tokenize", 1, 2), ("detokenize", 3, None),
+        ]  # fmt: skip
+        assert all(began - 1 <= span.at <= time.time() + 1 and 0 <= span.duration_us < 30e6 for span in spans)
+
+        assert line.service.spans is not None
+        line.gateway.send(WatchSpans(enabled=False))
+        line.submit(3, TokensPrompt([100]))
+        await line.gateway.get(Accepted)
+        assert line.service.spans is None
+        scheduler.binder.close()
+
+    run(tmp_path, tiny, model_info(), body)
+
+
+def test_a_gateway_that_goes_ends_it(
+    tmp_path: Path, tiny: LoadedTokenizer, model_info: Callable[..., ModelInfo]
+) -> None:
+    async def body(line: Line) -> None:
+        scheduler = await line.start_scheduler()
+        line.gateway.send(WatchSpans(enabled=True))
+        line.submit(1, TokensPrompt([100]))
+        await line.gateway.get(Accepted)
+        assert line.service.spans is not None
+        line.gateway.binder.close()
+        async with asyncio.timeout(30):
+            while line.service.spans is not None:
+                await asyncio.sleep(0.01)
+        scheduler.binder.close()
+
+    run(tmp_path, tiny, model_info(), body)
