@@ -13,6 +13,7 @@ import importlib.metadata
 import math
 import os
 import re
+import socket
 import sys
 import tomllib
 import types
@@ -71,7 +72,9 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     log_format: Annotated[
         Literal["auto", "console", "json"], msgspec.Meta(description="auto: console on a terminal, json elsewhere")
     ] = "auto"
-    name: Annotated[str, msgspec.Meta(description="this process's name in logs and to its neighbours")] = ""
+    name: Annotated[
+        str, msgspec.Meta(description="this process's name in logs and to its neighbours; empty: SERVICE-HOST-PID")
+    ] = ""
     otlp_endpoint: Annotated[
         str,
         msgspec.Meta(
@@ -290,6 +293,11 @@ def describe_setting(field: msgspec.structs.FieldInfo) -> SettingText:
     )
     description = meta.description if meta is not None and meta.description else ""
     return SettingText(values, _limits(kind, meta), _show_default(field), description)
+
+
+def default_name(service: str) -> str:
+    """Another one for each process that runs: process ids are alike in containers, hosts are not."""
+    return f"{service}-{socket.gethostname()}-{os.getpid()}"
 
 
 def version() -> str:

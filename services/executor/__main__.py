@@ -11,7 +11,7 @@ from types import FrameType
 
 from quartet.services.executor.native.library import detect_isa
 from quartet.services.executor.settings import ExecutorSettings
-from quartet.shared.config import EXIT_SETTINGS_ERROR, SettingsError, load_settings, version
+from quartet.shared.config import EXIT_SETTINGS_ERROR, SettingsError, default_name, load_settings, version
 from quartet.shared.log import configure_logging, get_logger
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     except (ModelError, UnsupportedModel, NotEnoughMemory) as error:
         get_logger().error("cannot start", reason=str(error))
         raise SystemExit(EXIT_SETTINGS_ERROR) from None
-    name = settings.name or f"executor-{os.getpid()}"
+    name = settings.name or default_name("executor")
     identity = Identity(Role.EXECUTOR, name, model=model, version=version())
     status_file = StatusFile(status_path(settings.run_dir, "executor"))
     loop = ExecutorLoop(runner, first_epoch(), RowSpans(tracer) if tracer is not None else None)

@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import resource
 import signal
-import socket
 
 from quartet.services.gateway import metrics
 from quartet.services.gateway.bind import BindError, is_reached_from_elsewhere
@@ -16,7 +15,7 @@ from quartet.services.gateway.grpc_face import GrpcFace
 from quartet.services.gateway.http.face import HttpFace
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.services.gateway.stream_table import StreamTable, TableLimits
-from quartet.shared.config import version
+from quartet.shared.config import default_name, version
 from quartet.shared.link import Peer
 from quartet.shared.liveness import StatusFile, status_path
 from quartet.shared.log import get_logger
@@ -51,7 +50,7 @@ class Gateway:
         self.credentials = Credentials(settings)
         self.face = GrpcFace(self.table, settings, version(), self.credentials)
         self.http = HttpFace(self.table, settings, self.credentials)
-        identity = Identity(Role.GATEWAY, settings.name or f"gateway-{socket.gethostname()}", version=version())
+        identity = Identity(Role.GATEWAY, settings.name or default_name("gateway"), version=version())
         address = settings.tokenizer_link or ipc_address(settings.run_dir, "gateway")
         self._status_file = StatusFile(status_path(settings.run_dir, "gateway"))
         self.link = Binder(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import gc
-import os
 import time
 from collections.abc import Hashable
 
 from quartet.services.scheduler import metrics
 from quartet.services.scheduler.core import EXECUTOR, Effect, SchedulerCore
 from quartet.services.scheduler.settings import SchedulerSettings
-from quartet.shared.config import version
+from quartet.shared.config import default_name, version
 from quartet.shared.link import Link, Peer
 from quartet.shared.liveness import StatusFile, status_path
 from quartet.shared.log import get_logger
@@ -53,7 +52,7 @@ class SchedulerService:
     """Glue between the links and the core. `drained` is set when nothing is left to run."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
-        name = settings.name or f"scheduler-{os.getpid()}"
+        name = settings.name or default_name("scheduler")
         self.identity = Identity(Role.SCHEDULER, name, version=version())
         self.core = SchedulerCore(settings, self.identity.incarnation, time.monotonic, services=self._services)
         self.executor: Peer | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from quartet.services.tokenizer.prompt_encoder import PromptEncoder, Refusal
 from quartet.services.tokenizer.settings import TokenizerSettings
 from quartet.services.tokenizer.span_log import SpanLog
 from quartet.services.tokenizer.tool_formats import ToolFormat
-from quartet.shared.config import version
+from quartet.shared.config import default_name, version
 from quartet.shared.link import Identity, Link, Peer, Status
 from quartet.shared.liveness import StatusFile, status_path
 from quartet.shared.log import get_logger
@@ -82,7 +81,7 @@ class TokenizerService:
             recovery_deadline=settings.recovery_deadline,
             tool_format=tool_format,
         )
-        name = settings.name or f"tokenizer-{os.getpid()}"
+        name = settings.name or default_name("tokenizer")
         self.identity = Identity(Role.TOKENIZER, name, tokenizer_fingerprint=loaded.fingerprint, version=version())
         self._loaded = loaded
         self._model_fingerprint = model_fingerprint
