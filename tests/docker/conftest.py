@@ -39,7 +39,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Compose:
 @pytest.fixture(scope="session")
 def line(images: Compose) -> Iterator[Compose]:
     """Up and healthy. At the end it is stopped, and every service must have left by itself."""
-    images("down", "--volumes", "--remove-orphans", "--timeout", "0")
+    images("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "0")
     try:
         begun = time.monotonic()
         images("up", "-d", "--wait", "--wait-timeout", "300")
@@ -52,7 +52,7 @@ def line(images: Compose) -> Iterator[Compose]:
         print(images("ps", "--all", check=False).stdout, images("logs", "--tail", "60", check=False).stdout)
         raise
     finally:
-        images("down", "--volumes", "--remove-orphans", "--timeout", "0")
+        images("--profile", "*", "down", "--volumes", "--remove-orphans", "--timeout", "0")
     for kind in ("container", "volume", "network"):
         labelled = docker(kind, "ls", "--quiet", "--filter", f"label=com.docker.compose.project={PROJECT}").stdout
         assert labelled == "", f"a {kind} is left"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pytest
 from support import http
 from support.client import Client
 from support.compose import PROJECT, ROOT, SERVICES, Compose, docker
-from support.stack import eventually
+from support.stack import eventually, free_port
 
 pytestmark = pytest.mark.docker
 
@@ -59,9 +61,8 @@ def test_each_side_has_only_its_keys(line: Compose) -> None:
 def test_a_stranger_on_the_network_gets_nothing(line: Compose) -> None:
     """A tokenizer without keys is refused by gateway and scheduler, and says why."""
     name = f"{PROJECT}-stranger"
-    models = json.loads(line("config", "--format", "json").stdout)["volumes"]["models"]["name"]
     command = ["run", "--detach", "--name", name, "--network", f"{PROJECT}_links"]
-    command += ["--volume", f"{models}:/var/cache/quartet:ro", f"{PROJECT}-tokenizer", "tokenizer"]
+    command += ["--volume", f"{line.volume('models')}:/var/cache/quartet:ro", f"{PROJECT}-tokenizer", "tokenizer"]
     command += ["--scheduler-link", "tcp://scheduler:5702", "--gateway-links", "tcp://gateway:5701"]
     docker(*command)
     try:
@@ -118,6 +119,49 @@ def test_an_override_fits(images: Compose, override: str) -> None:
     assert services.keys() == plain.keys()
     changed = {name for name in services if services[name] != plain[name]}
     assert changed == {"gpu": {"executor"}, "keys": set(SERVICES)}.get(override.split(".")[1], {"gateway"})
+
+
+def test_two_tokenizers_have_names_of_their_own(line: Compose, client: Client) -> None:
+    """One of the same name would be taken for the other's successor."""
+
+    def names() -> set[str]:
+        return {tokenizer.name for tokenizer in client.server_info().tokenizers if tokenizer.ready}
+
+    line("up", "-d", "--wait", "--no-deps", "--no-recreate", "--scale", "tokenizer=2", "tokenizer")
+    try:
+        eventually(lambda: len(names()) == 2, 60, f"{names()}")
+    finally:
+        line("up", "-d", "--wait", "--no-deps", "--scale", "tokenizer=1", "tokenizer")
+
+
+def test_prometheus_finds_all_services_and_more_that_come(line: Compose) -> None:
+    services = json.loads(line("--profile", "*", "config", "--format", "json").stdout)["services"]
+    image = services["prometheus"]["image"]
+    if docker("image", "inspect", image, check=False).returncode and docker("pull", image, check=False).returncode:
+        pytest.skip(f"{image} cannot be had here")
+    port = free_port()
+    observe, scale = ("--profile", "observability"), ("up", "-d", "--wait", "--no-deps", "--no-recreate", "--scale")
+
+    def asked(path: str) -> Any:
+        return http.call(f"127.0.0.1:{port}", "GET", f"/api/v1/{path}").json()["data"]
+
+    def jobs() -> list[str]:
+        return sorted(t["labels"]["job"] for t in asked("targets")["activeTargets"] if t["health"] == "up")
+
+    def rules() -> list[dict[str, Any]]:
+        return [rule for group in asked("rules")["groups"] for rule in group["rules"]]
+
+    line(*observe, "up", "-d", "--wait", "--no-deps", "prometheus", PROMETHEUS_PORT=str(port))
+    try:
+        eventually(lambda: jobs() == sorted(SERVICES), 60, f"{jobs()}")
+        eventually(lambda: rules() and all(rule["health"] == "ok" for rule in rules()), 60)
+        line(*scale, "tokenizer=2", "tokenizer")
+        eventually(lambda: jobs() == sorted([*SERVICES, "tokenizer"]), 60, f"{jobs()}")
+        query = quote("count by (name) (quartet:service_info{service='tokenizer'})")
+        eventually(lambda: len(asked(f"query?query={query}")["result"]) == 2, 60, "the two have no names of their own")
+    finally:
+        line("up", "-d", "--wait", "--no-deps", "--scale", "tokenizer=1", "tokenizer")
+        line(*observe, "rm", "--stop", "--force", "--volumes", "prometheus")
 
 
 def test_files_that_are_mounted_are_there(images: Compose) -> None:

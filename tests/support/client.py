@@ -135,6 +135,9 @@ class Client:
     def loads(self) -> Any:
         return self.stub.GetLoads(pb.GetLoadsRequest(), timeout=10)
 
+    def server_info(self) -> Any:
+        return self.stub.GetServerInfo(pb.GetServerInfoRequest(), timeout=30)
+
     def wait_ready(self, timeout: float = 180.0) -> None:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -78,6 +78,11 @@ class Compose:
             command += ["--file", file]
         return run([*command, *arguments], check=check, cwd=ROOT, env=self.environ | environ)
 
+    def volume(self, name: str) -> str:
+        """As the engine knows it."""
+        volumes = json.loads(self("config", "--format", "json").stdout)["volumes"]
+        return str(volumes[name]["name"])
+
     def containers(self, service: str) -> list[str]:
         """Names of its running containers."""
         return self("ps", "--format", "{{.Name}}", service).stdout.split()
