@@ -1,4 +1,4 @@
-"""What is served and whether it can be used: /v1/models, /health, /ready."""
+"""What is served and whether it can be used: /v1/models, /version, /health, /ready."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from quartet.services.gateway.http.api import Api
 from quartet.services.gateway.http.errors import ApiError
 from quartet.services.gateway.http.exchange import Exchange
 from quartet.services.gateway.http.messages_api import models as models_api
-from quartet.services.gateway.http.responses import CacheReset, Health, Model, ModelList, Readiness
+from quartet.services.gateway.http.responses import CacheReset, Health, Model, ModelList, Readiness, Version
 from quartet.services.gateway.stream_table import StreamTable
+from quartet.shared.config import version as installed_version
 from quartet.shared.messages import PrefixCacheReset, ResetPrefixCache
 from quartet.shared.metrics import exposition
 
@@ -25,9 +26,16 @@ async def models(api: Api, exchange: Exchange) -> None:
 
 
 async def model(api: Api, exchange: Exchange) -> None:
-    name, _ = api.model(exchange.scope["path_params"]["name"])
+    wanted = exchange.scope["path_params"]["name"]
+    if not wanted:
+        raise ApiError(404, "model: the path ends without a name", param="model", code="model_not_found")
+    name, _ = api.model(wanted)
     (found,) = (entry for entry in _models(api) if entry.id == name)
     await exchange.respond(200, models_api.model_body(found) if exchange.anthropic else msgspec.json.encode(found))
+
+
+async def version(api: Api, exchange: Exchange) -> None:
+    await exchange.respond(200, msgspec.json.encode(Version(installed_version())))
 
 
 async def health(api: Api, exchange: Exchange) -> None:

@@ -61,11 +61,22 @@ class UsageCounter:
 
     def __init__(self) -> None:
         self._prompt = self._completion = self._cached = 0
+        self._prompt_so_far = self._completion_so_far = 0
 
     def add(self, completed: Completed) -> None:
         self._prompt += completed.prompt_tokens
         self._completion += completed.completion_tokens
         self._cached += completed.cached_tokens
+
+    def count_prompt(self, started: Started) -> None:
+        """For `so_far`, of a stream that has begun."""
+        self._prompt_so_far += len(started.prompt_token_ids)
+
+    def so_far(self, chunk: Chunk | None = None) -> Usage:
+        """With the tokens of this chunk. What was in the cache is known at the end."""
+        self._completion_so_far += 0 if chunk is None else len(chunk.token_ids)
+        total = self._prompt_so_far + self._completion_so_far
+        return Usage(self._prompt_so_far, self._completion_so_far, total, PromptTokensDetails(0))
 
     def usage(self) -> Usage:
         total = self._prompt + self._completion

@@ -50,6 +50,7 @@ ROUTES: tuple[tuple[str, str, Run], ...] = (
     ("POST", "/tokenize", tokens.tokenize),
     ("POST", "/detokenize", tokens.detokenize),
     ("POST", "/reset_prefix_cache", about.reset_prefix_cache),
+    ("GET", "/version", about.version),
     ("GET", "/health", about.health),
     ("GET", "/ready", about.ready),
     ("GET", "/metrics", about.metrics),

@@ -77,7 +77,7 @@ class _Run:
         events = await group.next()
         _, started = events[0]
         assert isinstance(started, Started)
-        stream = _Stream(self._body, self._n, self._head(started.request_id, "chat.completion.chunk"))
+        stream = _Stream(self._body, self._n, self._head(started.request_id, "chat.completion.chunk"), started)
         await exchange.start_events()
         await exchange.write(stream.begin() + stream.write(events[1:]))
         while events := await group.next():
@@ -108,18 +108,25 @@ class _Run:
 class _Stream:
     """Events to chunks."""
 
-    def __init__(self, body: ChatCompletionRequest, n: int, head: dict[str, Any]) -> None:
+    def __init__(self, body: ChatCompletionRequest, n: int, head: dict[str, Any], started: Started) -> None:
         self._body = body
         self._n = n
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._started = started
+        options = body.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._tells_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         self._writer = ChunkWriter(head, n, b'"delta":{"content":', b"}", self._include_usage)
         self._counter = UsageCounter()
+        self._counter.count_prompt(started)
         self._called: set[int] = set()
         # Whether a chunk is no more than its text.
-        self._plain = not body.logprobs and not body.return_token_ids
+        self._plain = not body.logprobs and not body.return_token_ids and not self._tells_usage
 
     def begin(self) -> bytes:
-        return b"".join(self._writer.full(index, "", delta=_FIRST) for index in range(self._n))
+        beside: dict[str, Any] = {"usage": self._counter.so_far()} if self._tells_usage else {}
+        if self._body.return_token_ids:
+            beside["prompt_token_ids"] = self._started.prompt_token_ids
+        return b"".join(self._writer.full(index, "", delta=_FIRST, beside=beside) for index in range(self._n))
 
     def write(self, events: list[tuple[int, Event]]) -> bytes:
         parts: list[bytes] = []
@@ -149,6 +156,7 @@ class _Stream:
             stop_reason=chunk.stop_reason,
             token_ids=chunk.token_ids if self._body.return_token_ids else None,
             delta=self._delta(chunk),
+            beside={"usage": self._counter.so_far(chunk)} if self._tells_usage else None,
         )
 
     def _delta(self, chunk: Chunk) -> ChatDelta | None:

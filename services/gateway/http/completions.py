@@ -147,11 +147,17 @@ class _Stream:
         self._n = n
         self._started = started
         self._echoes = echoes
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        options = body.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._tells_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         self._writer = ChunkWriter(head, len(started) * n, b'"text":', b"", self._include_usage)
         self._counter = UsageCounter()
+        for each in started.values():
+            self._counter.count_prompt(each)
+        # Choices whose first chunk is still to come, where it tells the prompt's ids.
+        self._to_begin = set(range(len(started) * n)) if body.return_token_ids else set()
         # Whether a chunk is no more than its text.
-        self._plain = body.logprobs is None and not body.return_token_ids
+        self._plain = body.logprobs is None and not body.return_token_ids and not self._tells_usage
         self._scored: dict[int, list[TokenLogprobs | None]] = {}
         self._held: dict[int, list[Chunk]] = {}
         if echoes and body.logprobs is not None:
@@ -202,12 +208,22 @@ class _Stream:
             finish_reason=None if reason is None else FINISH_REASONS[reason],
             stop_reason=chunk.stop_reason,
             token_ids=chunk.token_ids if self._body.return_token_ids else None,
+            extra=self._first(i, index),
+            beside={"usage": self._counter.so_far(chunk)} if self._tells_usage else None,
         )
+
+    def _first(self, i: int, index: int) -> dict[str, Any] | None:
+        if index not in self._to_begin:
+            return None
+        self._to_begin.discard(index)
+        return {"prompt_token_ids": self._started[i].prompt_token_ids}
 
     def _echo(self, i: int, entries: list[TokenLogprobs | None] | None) -> bytes:
         """The prompt, in front of each of its choices."""
         parts = []
         for index in range(i * self._n, (i + 1) * self._n):
             logprobs = None if entries is None else self._logprobs[index].write(entries, self.first_texts[i])
-            parts.append(self._writer.full(index, self._echoes[i], logprobs=logprobs))
+            beside = {"usage": self._counter.so_far()} if self._tells_usage else None
+            text, extra = self._echoes[i], self._first(i, index)
+            parts.append(self._writer.full(index, text, logprobs=logprobs, extra=extra, beside=beside))
         return b"".join(parts)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from quartet.services.gateway.api_keys import ApiKey
+from quartet.services.gateway.http.decoding import decode
 from quartet.services.gateway.http.error_forms import error_form, is_anthropic
-from quartet.services.gateway.http.errors import ApiError, ClientLeft, invalid
+from quartet.services.gateway.http.errors import ApiError, ClientLeft
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -22,9 +22,6 @@ MAX_DISCARDED = 64 * 2**20
 DISCARD_SECONDS = 5.0
 # A loop's timers come in whole milliseconds.
 _TIMER_SLACK = 0.002
-
-_AT_PATH = re.compile(r"^(.*?) - at `(?:key in )?\$\.?(.*?)`$", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`", re.DOTALL)
 
 T = TypeVar("T")
 
@@ -184,57 +181,3 @@ _CLOSE = (("connection", "close"),)
 def _too_large(max_bytes: int) -> ApiError:
     message = f"the body has more than {max_bytes} bytes (the gateway's max_body_bytes)"
     return ApiError(413, message, code="request_too_large", headers=_CLOSE)
-
-
-def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Raises ApiError that names the field."""
-    if not body:
-        raise ApiError(400, "the body is empty; a JSON object is expected")
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _invalid_value(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        constant = _field_of_constant(body)
-        if constant is not None:
-            raise invalid(constant, "NaN and Infinity are no JSON, and no value for it") from None
-        raise ApiError(400, f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deeply") from None
-
-
-def _invalid_value(text: str) -> ApiError:
-    at = _AT_PATH.match(text)
-    message, path = (at[1], at[2]) if at else (text, "")
-    unknown = _UNKNOWN.match(message)
-    if unknown:
-        path = f"{path}.{unknown[1]}" if path else unknown[1]
-        return ApiError(400, f"{path}: there is no such field", param=path, code="unknown_parameter")
-    missing = re.match(r"Object missing required field `(.*?)`", message)
-    if missing:
-        path = f"{path}.{missing[1]}" if path else missing[1]
-        return ApiError(400, f"{path}: is required", param=path, code="missing_required_parameter")
-    message = message[:1].lower() + message[1:].replace("`", "")
-    if not path:
-        return ApiError(400, f"the body must be a JSON object: {message}")
-    return invalid(path, message)
-
-
-def _field_of_constant(body: bytes) -> str | None:
-    """The first field whose value is NaN or Infinity, which some clients write; None when that is not what is wrong."""
-    if b"NaN" not in body and b"Infinity" not in body:
-        return None
-    import json
-
-    found: list[str] = []
-    constant = object()
-
-    def pairs(items: list[tuple[str, Any]]) -> None:
-        # A name may have half of a surrogate pair, which no answer can be written with.
-        found.extend(name.encode(errors="replace").decode() for name, value in items if value is constant)
-
-    try:
-        json.loads(body, parse_constant=lambda _: constant, object_pairs_hook=pairs)
-    except (ValueError, RecursionError):
-        return None
-    return found[0] if found else None

@@ -113,6 +113,7 @@ OPERATIONS = (
         "post", "/reset_prefix_cache", "Forgets all cached prefixes; for operators.", responses.CacheReset,
         statuses=(503,),
     ),
+    Operation("get", "/version", "The server's version.", responses.Version),
     Operation("get", "/health", "Whether the process lives. Needs no key.", responses.Health),
     Operation("get", "/ready", "Whether requests can be answered now; 503 with the reason if not.",
               responses.Readiness),

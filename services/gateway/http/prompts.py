@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from quartet.services.gateway.convert import CONTENT_SEPARATOR
 from quartet.services.gateway.http.errors import ApiError, invalid
-from quartet.services.gateway.http.requests import ChatCompletionRequest, Message, TokenizeRequest
+from quartet.services.gateway.http.requests import ChatCompletionRequest, Message, Scalar, TokenizeRequest
 from quartet.shared.messages import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokensPrompt, ToolCall
 from quartet.shared.sampling_params import MAX_TOKEN_ID
 
@@ -57,8 +57,17 @@ def chat_prompt(
         [_message(f"messages[{i}]", message) for i, message in enumerate(messages)],
         add_generation_prompt,
         bool(body.continue_final_message),
-        body.chat_template_kwargs or {},
+        _template_kwargs(body),
     )
+
+
+def _template_kwargs(body: ChatCompletionRequest | TokenizeRequest) -> dict[str, Scalar]:
+    given = body.chat_template_kwargs or {}
+    effort = body.reasoning_effort if isinstance(body, ChatCompletionRequest) else None
+    if effort is None:
+        return given
+    of_effort: dict[str, Scalar] = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return of_effort | given
 
 
 def checked_ids(field: str, token_ids: Sequence[object]) -> list[int]:

@@ -14,6 +14,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: Annotated[
         bool | None, Meta(description="one more chunk, with the usage and without choices, before [DONE]")
     ] = None
+    continuous_usage_stats: Annotated[
+        bool | None, Meta(description="the usage so far in every chunk; with include_usage")
+    ] = None
     include_obfuscation: Annotated[bool | None, Meta(description="accepted; nothing is ever padded")] = None
 
 
@@ -162,6 +165,9 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     ] = None
     continue_final_message: Annotated[bool | None, Meta(description="the model goes on with the last message")] = None
     chat_template_kwargs: Annotated[dict[str, Scalar] | None, Meta(description="variables for the template")] = None
+    reasoning_effort: Annotated[
+        str | None, Meta(description="a variable for the template, as is enable_thinking: false where this is none")
+    ] = None
     tools: list[ToolDefinition] | None = None
     max_completion_tokens: Annotated[int | None, Meta(description="the same as max_tokens")] = None
     logprobs: Annotated[bool | None, Meta(description="log-probabilities of the generated tokens")] = None

@@ -64,6 +64,7 @@ class Completion(msgspec.Struct):
     object: Literal["text_completion"] = "text_completion"
     system_fingerprint: str | None = None
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: Annotated[list[int] | UnsetType, Meta(description="in the first chunk")] = UNSET
 
 
 # --- chat -----------------------------------------------------------------------------------------
@@ -194,6 +195,10 @@ class Detokenized(msgspec.Struct):
 
 class CacheReset(msgspec.Struct):
     num_blocks: Annotated[int, Meta(description="blocks that held a known prefix")]
+
+
+class Version(msgspec.Struct):
+    version: str
 
 
 class Health(msgspec.Struct):

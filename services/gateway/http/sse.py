@@ -24,6 +24,7 @@ class ChunkWriter:
         self._head = b"data: " + _encode(head)[:-1] + b',"choices":['
         self._openings = [b'%s{"index":%d,%s' % (self._head, i, opening) for i in range(num_choices)]
         self._closing = closing
+        self._include_usage = include_usage
         self._end = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._plain = closing + b',"logprobs":null,"finish_reason":null' + self._end
 
@@ -42,8 +43,10 @@ class ChunkWriter:
         token_ids: array[int] | list[int] | None = None,
         delta: msgspec.Struct | None = None,
         extra: dict[str, Any] | None = None,
+        beside: dict[str, Any] | None = None,
     ) -> bytes:
-        """A chunk with anything in it. `delta` stands in the place of the text, opening and closing included."""
+        """A chunk with anything in it. `delta` stands in the place of the text, opening and closing included; `extra`
+        is of the choice, `beside` of the chunk."""
         parts = [self._openings[index], _encode(text), self._closing]
         if delta is not None:
             parts = [b'%s{"index":%d,"delta":' % (self._head, index), _encode(delta)]
@@ -54,7 +57,11 @@ class ChunkWriter:
             parts += [b',"token_ids":', _encode(list(token_ids))]
         if extra:
             parts += [b",", _encode(extra)[1:-1]]
-        parts.append(self._end)
+        if beside:
+            usage = {"usage": None} if self._include_usage else {}
+            parts += [b"}],", _encode(usage | beside)[1:], b"\n\n"]
+        else:
+            parts.append(self._end)
         return b"".join(parts)
 
     def usage(self, usage: Usage) -> bytes:
