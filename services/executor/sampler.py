@@ -8,15 +8,14 @@ tie at the edge all stay and a row's outcome never depends on its neighbours.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quartet.services.executor.allowed_tokens import keep_allowed
+from quartet.services.executor.allowed_tokens import FewTokens, keep_allowed, pick_few
 from quartet.services.executor.logprobs import gather_logprobs
 from quartet.services.executor.noise import uniform
 from quartet.services.executor.sampling_rows import SamplingRows
@@ -33,8 +32,11 @@ _SEARCH_BLOCK = 256
 _LOWEST = -80.0
 
 
+Draw = Callable[[torch.Tensor, IntArray, IntArray], tuple[IntArray, BoolArray]]
+
+
 class Drawer(Protocol):
-    """Draws as `draw` does, faster."""
+    """Draws as `draw` does, faster; of fewer tokens than the vocabulary has too."""
 
     def draw(self, logits: torch.Tensor, rows: IntArray, output_indices: IntArray) -> tuple[IntArray, BoolArray]: ...
 
@@ -60,40 +62,51 @@ def sample(
     if logits.shape[1] != state.vocab_size:
         logits = logits[:, : state.vocab_size]
     _adjust(logits, state, rows, output_indices)
+    drawing: Draw = drawer.draw if drawer is not None else lambda some, *where: draw(some, state, *where)
     allowed = state.structured.allowed(rows)
-    few = keep_allowed(logits, allowed) if allowed is not None else {}
-    if drawer is None:
-        token_ids, failed = draw(logits, state, rows, output_indices, few)
+    if allowed is None:
+        token_ids, failed = drawing(logits, rows, output_indices)
     else:
-        token_ids, failed = drawer.draw(logits, rows, output_indices)
+        few, others = pick_few(logits, allowed) if logits.device.type == "cpu" else (None, allowed)
+        # Where few tokens are left, their log-probabilities are all that the others are masked for.
+        keep_allowed(logits, allowed if state.with_logprobs else others)
+        if few is None:
+            token_ids, failed = drawing(logits, rows, output_indices)
+        else:
+            token_ids, failed = _draw_apart(logits, few, rows, output_indices, drawing)
     return SamplerOutput(token_ids, failed, _logprobs(logits, state, rows, token_ids, failed))
 
 
 def draw(
-    logits: torch.Tensor,
-    state: SamplingRows,
-    rows: IntArray,
-    output_indices: IntArray,
-    few: Mapping[int, IntArray] = MappingProxyType({}),
+    logits: torch.Tensor, state: SamplingRows, rows: IntArray, output_indices: IntArray
 ) -> tuple[IntArray, BoolArray]:
-    """([S] token ids, FAILED_TOKEN_ID where a row failed, [S] which did) by adjusted logits [S, V].
-
-    `few`: by place, of rows where all but a few tokens are -inf, the ids of these, rising.
-    """
+    """([S] token ids, FAILED_TOKEN_ID where a row failed, [S] which did) by adjusted logits [S, V]."""
     best, token_ids = _row_max(logits)
     failed = ~np.isfinite(best)
     random = np.flatnonzero(state.is_random[rows] & ~failed)
     if len(random):
         drawn = rows[random]
         noise = uniform(state.seed[drawn], state.choice_index[drawn], output_indices[random].astype(np.uint64))
-        if few:
-            of_few = np.array([place in few for place in random.tolist()])
-            chosen = random[of_few]
-            token_ids[chosen] = _draw_of_few(logits, best, state, rows, chosen, noise[of_few], few)
-            random, noise = random[~of_few], noise[~of_few]
-    if len(random):
         token_ids[random] = _draw(logits, best, state, rows, random, noise)
     token_ids[failed] = FAILED_TOKEN_ID
+    return token_ids, failed
+
+
+def _draw_apart(
+    logits: torch.Tensor, few: FewTokens, rows: IntArray, output_indices: IntArray, drawing: Draw
+) -> tuple[IntArray, BoolArray]:
+    """As `drawing` does: of rows with few tokens these alone, and the other rows by themselves."""
+    token_ids, failed = np.empty(len(rows), np.int64), np.zeros(len(rows), bool)
+    found, failed[few.places] = drawing(few.logits, rows[few.places], output_indices[few.places])
+    found[failed[few.places]] = 0
+    token_ids[few.places] = few.ids[np.arange(len(found)), found]
+    token_ids[failed.nonzero()[0]] = FAILED_TOKEN_ID
+    if len(few.places) < len(rows):
+        is_other = np.ones(len(rows), bool)
+        is_other[few.places] = False
+        others = is_other.nonzero()[0]
+        subset = logits[torch.from_numpy(others)]
+        token_ids[others], failed[others] = drawing(subset, rows[others], output_indices[others])
     return token_ids, failed
 
 
@@ -173,29 +186,6 @@ def _draw(
     if threshold is not None:
         weights.masked_fill_(scaled < _on(logits, threshold).unsqueeze(1), 0.0)
     return _inverse_cdf(weights, noise)
-
-
-def _draw_of_few(
-    logits: torch.Tensor,
-    best: FloatArray,
-    state: SamplingRows,
-    rows: IntArray,
-    chosen: IntArray,
-    noise: FloatArray,
-    few: Mapping[int, IntArray],
-) -> IntArray:
-    """As _draw, where all but a few tokens (rising ids by place) are -inf: these need not be gone through."""
-    if not len(chosen):
-        return chosen
-    ids = [few[place] for place in chosen.tolist()]
-    width = max(map(len, ids))
-    compact = np.full((len(chosen), width), -math.inf, np.float32)
-    array = logits.numpy()
-    for i, place in enumerate(chosen.tolist()):
-        compact[i, : len(ids[i])] = array[place, ids[i]]
-    each = np.arange(len(chosen))
-    places = _draw(torch.from_numpy(compact), best[chosen], state, rows[chosen], each, noise)
-    return np.array([found[place] for found, place in zip(ids, places.tolist(), strict=True)], np.int64)
 
 
 def _inverse_cdf(weights: torch.Tensor, noise: FloatArray) -> IntArray:

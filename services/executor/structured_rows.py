@@ -35,7 +35,7 @@ class StructuredRows:
         self._rows: dict[int, _Row] = {}
         self._thread = ThreadPoolExecutor(1, "masks")
         self._advanced: Future[None] | None = None
-        self._num_bytes = -(-vocab_size // 8)
+        self._num_bytes = -(-vocab_size // 64) * 8
 
     def add_vocabulary(self, part: Vocabulary) -> None:
         self._grammars.add(part)
@@ -114,7 +114,7 @@ class StructuredRows:
 
 
 class _Row:
-    """`bits` [ceil(V / 8)] is written by the threads: by `start` before `started` is done, then by `advance`."""
+    """`bits` [8 ceil(V / 64)] is written by the threads: by `start` before `started` is done, then by `advance`."""
 
     def __init__(self, bits: ByteArray, end_ids: set[int]) -> None:
         self.started: Future[None] | None = None

@@ -60,7 +60,7 @@ class NativeSampler:
         self, logits: torch.Tensor, rows: IntArray, output_indices: IntArray
     ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """([S] token ids, FAILED_TOKEN_ID where failed, [S] which rows failed) of logits [S, V] float32 on the CPU,
-        columns next to each other; rows, output_indices [S] as for sampler.sample."""
+        columns next to each other, V at most the vocabulary's size; rows, output_indices [S] as for sampler.sample."""
         num_rows = len(rows)
         if num_rows > len(self._rows):
             self._reserve(num_rows)
@@ -71,6 +71,7 @@ class NativeSampler:
         # Mostly the same memory again.
         if logits is not self._logits:
             self._logits, self._stride, self._address = logits, logits.stride(0), logits.data_ptr()
+            step.vocab_size = logits.shape[1]
         step.stride, step.logits = self._stride, self._address
         if self._sample(self._handle, step) < 0:
             raise MemoryError("the kernels could not get memory")

@@ -269,7 +269,7 @@ def test_few_tokens_are_drawn_as_from_the_whole_row(monkeypatch: pytest.MonkeyPa
         return [t for i, each in enumerate(logits) for t in sample(each, state, rows, np.full(4, i)).token_ids.tolist()]
 
     few = draws()
-    monkeypatch.setattr(allowed_tokens, "FEW", 4)
+    monkeypatch.setattr(allowed_tokens, "FEW_WORDS", 2)
     mixed = draws()
-    monkeypatch.setattr(allowed_tokens, "FEW", -1)
+    monkeypatch.setattr(allowed_tokens, "FEW_WORDS", -1)
     assert few == mixed == draws() and len(set(few)) > 10
