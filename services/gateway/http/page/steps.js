@@ -36,9 +36,9 @@ export class Steps {
     this.steps = state.steps;
     this.draw();
     const last = this.steps.at(-1);
-    const label = last ? `${this.steps.length} steps. The last one: ${describe(last)}` : "No step yet";
+    const label = last ? `${this.steps.length} steps. The last one: ${describe(last)}` : "No step since you look";
     this.canvas.setAttribute("aria-label", `${label}. Arrows move between steps.`);
-    if (!this.chosen) setText(this.info, last ? describe(last) : "No step yet.");
+    if (!this.chosen) setText(this.info, last ? describe(last) : "No step since you look.");
   }
 
   visible() {
@@ -95,7 +95,7 @@ export class Steps {
   choose(step) {
     if (step === this.chosen) return;
     this.chosen = step;
-    setText(this.info, step ? describe(step) : this.steps.length ? describe(this.steps.at(-1)) : "No step yet.");
+    setText(this.info, step ? describe(step) : this.steps.length ? describe(this.steps.at(-1)) : "No step since you look.");
     this.draw();
   }
 
