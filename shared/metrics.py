@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 PREFIX = "quartet:"
 # Further ports that are tried where one is taken: several services of one kind on a host.
 MORE_PORTS = 9
+# Whatever is asked for: in OpenMetrics, which Prometheus prefers, the library writes quartet_ instead of quartet: for
+# all versions before 3.
+PLAIN_TEXT = "text/plain;version=0.0.4"
 
 TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
@@ -135,12 +138,19 @@ def registry(collector: Collector) -> CollectorRegistry:
     return made
 
 
-def exposition(collector: Collector, accept: str) -> tuple[bytes, str]:
-    """All metrics in the format that a scraper asks for, and its content type."""
+def exposition(collector: Collector) -> tuple[bytes, str]:
+    """All metrics in Prometheus' text format, and its content type."""
     from prometheus_client.exposition import choose_encoder
 
-    encode, content_type = choose_encoder(accept)
+    encode, content_type = choose_encoder(PLAIN_TEXT)
     return encode(registry(collector)), content_type
+
+
+def _in_plain_text(app: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(environ: dict[str, Any], start_response: Any) -> Any:
+        return app(environ | {"HTTP_ACCEPT": PLAIN_TEXT}, start_response)
+
+    return asked
 
 
 class MetricsServer:
@@ -184,7 +194,7 @@ class MetricsServer:
         except OSError as error:
             self._warn(error)
             return
-        app = make_wsgi_app(registry(self._collector))
+        app = _in_plain_text(make_wsgi_app(registry(self._collector)))
         last = min(first + MORE_PORTS, 65535) if first else 0
         with self._lock:
             for port in range(first, last + 1):

@@ -30,7 +30,7 @@ def scrape(url: str, **headers: str) -> Samples:
 
 
 def collect(*sources) -> Samples:  # type: ignore[no-untyped-def]
-    return parse(exposition(Collector(sources, lambda: "tiny"), "")[0].decode())
+    return parse(exposition(Collector(sources, lambda: "tiny"))[0].decode())
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:

@@ -60,8 +60,7 @@ async def metrics(api: Api, exchange: Exchange) -> None:
     """For Prometheus. In a thread, since to write it all takes a moment."""
     if api.collector is None:
         raise ApiError(404, "there are no metrics: prometheus-client is not installed")
-    accept = (exchange.header(b"accept") or b"").decode("latin-1")
-    body, content_type = await asyncio.to_thread(exposition, api.collector, accept)
+    body, content_type = await asyncio.to_thread(exposition, api.collector)
     await exchange.respond(200, body, content_type=content_type.encode())
 
 

@@ -74,6 +74,22 @@ def test_further_services_take_the_next_free_ports_and_free_them_again():
         pass
 
 
+OPENMETRICS = "application/openmetrics-text;version=1.0.0"
+
+
+@pytest.mark.parametrize("accept", ["", "*/*", f"{OPENMETRICS},text/plain;version=0.0.4;q=0.5", f"{OPENMETRICS};q=0.6"])
+def test_names_keep_their_colon_for_every_scraper(accept):
+    """prometheus_client has underscores instead in OpenMetrics, where it is not asked for more than its version 1.0."""
+    collector = Collector([lambda families: families.gauge("g", "", 1)], lambda: "tiny")
+    server = MetricsServer("127.0.0.1:0", collector)
+    server.start()
+    try:
+        eventually(lambda: server.port)
+        assert value(scrape(f"http://127.0.0.1:{server.port}/metrics", accept=accept), "g") == 1
+    finally:
+        server.close()
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_it_closes_at_once_and_frees_its_port(host):
     took = []

@@ -57,7 +57,7 @@ def families(tmp_path_factory):
     """By service: {name: family}, names as they are asked for, without a histogram's suffixes."""
     found = {}
     for service, source in sources(tmp_path_factory.mktemp("run")).items():
-        text = exposition(Collector([source], lambda: "tiny"), "")[0].decode()
+        text = exposition(Collector([source], lambda: "tiny"))[0].decode()
         told = [f for f in text_string_to_metric_families(text) if f.name.startswith("quartet:")]
         found[service] = {f.name + "_total" * (f.type == "counter"): f for f in told}
     return found

@@ -286,7 +286,7 @@ class Process:
 
     def wait(self) -> int:
         try:
-            self.text += self.process.communicate(timeout=20)[1]
+            self.text += self.process.communicate(timeout=60)[1]
         finally:
             self.process.kill()
         return self.process.returncode
