@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtoMessage
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
@@ -201,8 +202,8 @@ def _code_name(context: Any) -> str:
 
 
 class _ErrorLog(grpc.aio.ServerInterceptor):
-    """An unexpected exception is an INTERNAL status for the client and a traceback for the operator. Counts calls by
-    how they end, and notes the client's trace."""
+    """An unexpected exception is an INTERNAL status for the client and a traceback for the operator, and bytes that are
+    no message are an INVALID_ARGUMENT. Counts calls by how they end, and notes the client's trace."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
@@ -221,10 +222,19 @@ class _ErrorLog(grpc.aio.ServerInterceptor):
         metadata = handler_call_details.invocation_metadata or ()
         traceparent = checked(next((value for name, value in metadata if name == "traceparent"), ""))
 
-        async def guarded(request: ProtoMessage, context: Context) -> Any:
+        def parsed(data: bytes) -> ProtoMessage | None:
+            try:
+                message: ProtoMessage = handler.request_deserializer(data)
+                return message
+            except DecodeError:
+                return None
+
+        async def guarded(request: ProtoMessage | None, context: Context) -> Any:
             client_trace.set(traceparent)
             code = grpc.StatusCode.CANCELLED.name
             try:
+                if request is None:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"these bytes are no {method}Request")
                 answer = await inner(request, context)
                 code = grpc.StatusCode.OK.name
                 return answer
@@ -241,7 +251,7 @@ class _ErrorLog(grpc.aio.ServerInterceptor):
         kind = (
             grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
         )
-        return kind(guarded, handler.request_deserializer, handler.response_serializer)
+        return kind(guarded, parsed, handler.response_serializer)
 
 
 class GrpcFace:

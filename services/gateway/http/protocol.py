@@ -102,8 +102,11 @@ class Connection(HttpToolsProtocol):
             self._refuse(ApiError(408, f"the request's head did not arrive within {self.header_timeout:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Ends the connection; while a response is being written there is no place for another one."""
-        if self.cycle is None or self.cycle.response_complete:
+        """Ends the connection; once a response has been begun, or can be, there is no place for another one."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started):
+            if cycle is not None:
+                cycle.disconnected = True
             body = error.body()
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n" % len(body)
             head += b"".join(b"%s: %s\r\n" % (name.encode(), value.encode()) for name, value in error.headers)

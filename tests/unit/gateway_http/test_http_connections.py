@@ -52,9 +52,25 @@ async def test_a_broken_chunk_in_a_body_ends_the_connection():
         head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
         async with gateway.connect() as (reader, writer):
             writer.write(head + b'5\r\n{"pro\r\nzz\r\n')
-            await asyncio.wait_for(reader.read(), 5)
+            reply = parse_reply(await asyncio.wait_for(reader.read(), 5))
+            assert reply.status == 400 and reply.error
         assert (await gateway.call("GET", "/health")).status == 200
         assert gateway.peer.sent == []
+
+
+async def _trickle(gateway, start):
+    """What comes back. A byte that meets a closed connection resets it, and the answer may be lost: again then."""
+    for _ in range(5):
+        async with gateway.connect() as (reader, writer):
+            writer.write(start)
+            reading = asyncio.create_task(reader.read())
+            while not reading.done():
+                await asyncio.sleep(0.05)
+                if start:
+                    writer.write(b"a")
+            with contextlib.suppress(ConnectionResetError):
+                return await reading
+    raise AssertionError("reset each time")
 
 
 @in_loop
@@ -62,14 +78,7 @@ async def test_a_slow_head_and_a_slow_body_are_not_waited_for():
     """Slowloris: a byte now and then keeps no connection open."""
     async with http_gateway(header_timeout=0.3, body_timeout=0.3) as gateway:
         for start in (b"", b"GET /hea", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"):
-            async with gateway.connect() as (reader, writer):
-                writer.write(start)
-                reading = asyncio.create_task(reader.read())
-                while not reading.done():
-                    await asyncio.sleep(0.05)
-                    if start:
-                        writer.write(b"a")
-                assert b"408" in (await reading)[:12]
+            assert b"408" in (await _trickle(gateway, start))[:12]
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
         assert (await gateway.raw(head)).status == 408
         # A second request on a connection has its own time, and an idle connection is no slow one.
