@@ -74,7 +74,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     rows = ["bf16", "int8", "int4"]
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=rows, help="rows (default: %(default)s)")
-    parser.add_argument("--isa", choices=["auto", "avx512", "amx"], default="auto", help="see the executor's --isa")
+    parser.add_argument(
+        "--isa", choices=["auto", "avx2", "avx512", "amx"], default="auto", help="see the executor's --isa"
+    )
     described = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help=f"default: all. {described}")
     parser.add_argument(

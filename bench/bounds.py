@@ -22,13 +22,18 @@ from bench.line import HEAD_PARAMETERS, LAYER_PARAMETERS, Precision
 SOURCE = Path(__file__).with_name("rates.c")
 # Function of rates.c: the flag of /proc/cpuinfo that it needs.
 NEEDS = {
-    "read_memory": "avx512f",
+    "read_memory": "avx2",
+    "fp32_avx2": "fma",
+    "int8_avx2": "avx2",
+    "int8_avxvnni": "avx_vnni",
     "fp32_avx512": "avx512f",
     "bf16_avx512": "avx512_bf16",
     "int8_avx512": "avx512_vnni",
     "bf16_amx": "amx_bf16",
     "int8_amx": "amx_int8",
 }
+# What the executor's isa leaves, by the ends of functions' names.
+USABLE = {"avx2": ("_avx2", "_avxvnni"), "avx512": ("_avx2", "_avxvnni", "_avx512")}
 SECONDS = 0.2
 ROUNDS = 8
 
@@ -37,7 +42,7 @@ def measure() -> dict[str, float]:
     """The best of some rounds of each function that this CPU can run; empty where there is no compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     flags = set(Path("/proc/cpuinfo").read_text().split())
-    if compiler is None or "avx512f" not in flags:
+    if compiler is None or "avx2" not in flags:
         return {}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rates.so")
@@ -57,7 +62,7 @@ def allowed(rates: Mapping[str, float], precision: Precision, isa: str) -> dict[
     usable = [
         rate
         for name, rate in rates.items()
-        if name.split("_")[0] in precision.multiplied_as and not (isa == "avx512" and name.endswith("_amx"))
+        if name.split("_")[0] in precision.multiplied_as and name.endswith(USABLE.get(isa, ("",)))
     ]
     if not usable:
         return {}

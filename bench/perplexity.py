@@ -137,7 +137,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=30_000, help="of the text (default %(default)s)")
     parser.add_argument("--window", type=int, default=1024, help="tokens that see each other (default %(default)s)")
     parser.add_argument("--budget", type=int, default=256, help="tokens in a step: few use other kernels than many")
-    parser.add_argument("--isa", choices=["auto", "avx512", "amx"], default="auto", help="see the executor's --isa")
+    parser.add_argument(
+        "--isa", choices=["auto", "avx2", "avx512", "amx"], default="auto", help="see the executor's --isa"
+    )
     arguments = parser.parse_args()
 
     num_threads = len(os.sched_getaffinity(0))

@@ -43,6 +43,30 @@ CHAINS(fp32_avx512, "vfmadd231ps", 32)
 CHAINS(bf16_avx512, "vdpbf16ps", 64)
 CHAINS(int8_avx512, "vpdpbusd", 128)
 
+// The same for the sixteen registers of AVX2.
+#define EACH_OLD(f, x) \
+    f(0, x) f(1, x) f(2, x) f(3, x) f(4, x) f(5, x) f(6, x) f(7, x) f(8, x) f(9, x) f(10, x) f(11, x)
+#define ZERO_OLD(i, _) "vpxor %%ymm" #i ", %%ymm" #i ", %%ymm" #i "\n\t"
+#define NEXT_OLD(i, instruction) instruction " %%ymm15, %%ymm15, %%ymm" #i "\n\t"
+#define CHAINS_OLD(name, instruction, operations)                                        \
+    API __attribute__((target("avx2"))) double name(double seconds) {                    \
+        long rounds = 0;                                                                 \
+        const double start = now();                                                      \
+        double spent;                                                                    \
+        do {                                                                             \
+            long left = 20000;                                                           \
+            __asm__ volatile(EACH_OLD(ZERO_OLD, ) ZERO_OLD(15, ) "1:\n\t"                \
+                             EACH_OLD(NEXT_OLD, instruction) "dec %0\n\tjnz 1b"         \
+                             : "+r"(left) : : EACH_OLD(USED, ) "xmm15", "cc");           \
+            rounds += 20000;                                                             \
+        } while ((spent = now() - start) < seconds);                                     \
+        return (double)rounds * 12 * operations / spent;                                 \
+    }
+
+CHAINS_OLD(fp32_avx2, "vfmadd231ps", 16)
+CHAINS_OLD(int8_avx2, "vpmaddubsw", 64)
+CHAINS_OLD(int8_avxvnni, "%{vex%} vpdpbusd", 64)
+
 struct tile_config {
     unsigned char palette, start_row, reserved[14];
     unsigned short row_bytes[16];
@@ -84,14 +108,15 @@ TILES(bf16_amx, "amx-bf16", _tile_dpbf16ps, 16384)
 TILES(int8_amx, "amx-int8", _tile_dpbssd, 32768)
 
 // Memory of the calling thread's own, in huge pages where the system gives them; read with prefetches far ahead.
-API __attribute__((target("avx512f"))) double read_memory(double seconds) {
+API __attribute__((target("avx2"))) double read_memory(double seconds) {
     enum { kBytes = 256 << 20, kHuge = 2 << 20, kAhead = 4096 };
     char* mapped = mmap(0, kBytes + 2 * kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) return 0;
     char* data = (char*)(((size_t)mapped + kHuge - 1) & ~(size_t)(kHuge - 1));
     madvise(data, kBytes, MADV_HUGEPAGE);
     memset(data, 1, kBytes);
-    __m512i sums[4] = {_mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512()};
+    __m256i sums[8];
+    for (int i = 0; i < 8; ++i) sums[i] = _mm256_setzero_si256();
     long rounds = 0;
     const double start = now();
     double spent;
@@ -99,12 +124,14 @@ API __attribute__((target("avx512f"))) double read_memory(double seconds) {
         for (size_t at = 0; at < kBytes; at += 256) {
             for (int i = 0; i < 4; ++i) {
                 _mm_prefetch(data + at + kAhead + 64 * i, _MM_HINT_T0);
-                sums[i] = _mm512_add_epi32(sums[i], _mm512_load_si512(data + at + 64 * i));
+                const __m256i* line = (const __m256i*)(data + at + 64 * i);
+                sums[2 * i] = _mm256_add_epi32(sums[2 * i], _mm256_load_si256(line));
+                sums[2 * i + 1] = _mm256_add_epi32(sums[2 * i + 1], _mm256_load_si256(line + 1));
             }
         }
         ++rounds;
     } while ((spent = now() - start) < seconds);
-    __asm__ volatile("" : : "v"(sums[0]), "v"(sums[1]), "v"(sums[2]), "v"(sums[3]));
+    for (int i = 0; i < 8; ++i) __asm__ volatile("" : : "x"(sums[i]));
     munmap(mapped, kBytes + 2 * kHuge);
     return (double)rounds * kBytes / spent;
 }

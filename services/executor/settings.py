@@ -18,7 +18,8 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(
-            description="of weights and KV memory; auto: the model's, but 16 bits are float32 on a CPU without bfloat16"
+            description="of weights and KV memory; auto: the model's, but 16 bits are float32 on a CPU that has "
+            "neither bfloat16 nor compiled kernels"
         ),
     ] = "auto"
     quantization: Annotated[
@@ -39,10 +40,10 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True):
         Literal["auto", "fp8"], Meta(description="of KV memory; auto: as dtype; fp8: float8_e4m3fn, on triton kernels")
     ] = "auto"
     isa: Annotated[
-        Literal["auto", "avx512", "amx"],
+        Literal["auto", "avx2", "avx512", "amx"],
         Meta(
-            description="instructions of the compiled kernels; auto: all that the CPU has; avx512: as on a CPU without "
-            "AMX; amx: refuse to start without it"
+            description="instructions of the compiled kernels; auto: the best that the CPU has; avx2, avx512: as on "
+            "a CPU without more; amx: with AMX; refused where the CPU lacks it"
         ),
     ] = "auto"
     max_model_len: Annotated[int, Meta(description="most tokens of prompt and output; 0: as the model says", ge=0)] = 0

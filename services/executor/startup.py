@@ -90,7 +90,8 @@ def _load_cpu_runner(
 
 def make_engine(decoder: Model, kv_cache: KVCache, batch: InputBatch, num_threads: int) -> Engine:
     """Of the decoder's kind, on the CPU."""
-    sampler = NativeSampler(batch.sampling, num_threads) if can_sample() else None
+    isa = decoder.isa if isinstance(decoder, NativeDecoder) else None
+    sampler = NativeSampler(batch.sampling, num_threads, isa) if can_sample() else None
     if isinstance(decoder, NativeDecoder) and sampler is not None:
         return NativeEngine(decoder, kv_cache, batch, sampler, StepTimes(decoder.times))
     return TorchEngine(decoder, kv_cache, TorchPagedAttention(), batch, torch.device("cpu"), drawer=sampler)
@@ -120,8 +121,8 @@ def _load_model(settings: ExecutorSettings, path: Path, config: ModelConfig, dty
             raise ModelError(f"attention_backend native is not possible: {reason}")
         if settings.quantization in ("int8", "int4"):
             raise ModelError(f"quantization {settings.quantization} needs the compiled kernels, but {reason}")
-        if settings.isa == "amx":
-            raise ModelError(f"isa amx is of the compiled kernels, but {reason}")
+        if settings.isa != "auto":
+            raise ModelError(f"isa {settings.isa} is of the compiled kernels, but {reason}")
         _log.info("running in plain torch", reason=reason)
         return load_decoder(path, dtype, progress=_log_progress)
     quantization = _pick_quantization(settings, path)
@@ -138,10 +139,14 @@ def _load_model(settings: ExecutorSettings, path: Path, config: ModelConfig, dty
 
 
 def pick_isa(wanted: str, found: Isa) -> Isa:
-    """What the kernels use of `found`. Raises ModelError where amx is wanted and not there."""
-    if wanted == "amx" and not found & Isa.AMX:
-        raise ModelError(f"isa amx: this CPU has {found.describe()}")
-    return found & ~Isa.AMX if wanted == "avx512" else found
+    """What the kernels use of `found`. Raises ModelError where what is wanted is not there."""
+    if wanted == "auto":
+        return found.widest()
+    needed = {"avx2": Isa.AVX2, "avx512": Isa.AVX512_BF16, "amx": Isa.AMX}[wanted]
+    if not found & needed:
+        raise ModelError(f"isa {wanted}: this CPU has {found.describe()}")
+    narrower = {Isa.AVX2: ~Isa.AVX512_BF16, Isa.AVX512_BF16: ~Isa.AMX}.get(needed, found)
+    return (found & narrower).widest()
 
 
 def _pick_quantization(settings: ExecutorSettings, path: Path) -> Quantization:
@@ -159,10 +164,12 @@ def _why_plain(settings: ExecutorSettings, config: ModelConfig, dtype: str) -> s
 
 
 def pick_dtype(settings: ExecutorSettings, config: ModelConfig) -> str:
-    """auto: as the model was saved, except that 16 bits become bfloat16 where the CPU has it and float32 elsewhere."""
+    """auto: as the model was saved, except that 16 bits become bfloat16 where the CPU has it or the compiled kernels
+    run, and float32 elsewhere."""
     if settings.dtype != "auto":
         return settings.dtype
-    return "bfloat16" if config.dtype != "float32" and has_native_bfloat16() else "float32"
+    is_fast = has_native_bfloat16() or _why_plain(settings, config, "bfloat16") is None
+    return "bfloat16" if config.dtype != "float32" and is_fast else "float32"
 
 
 def pick_max_model_len(settings: ExecutorSettings, config: ModelConfig) -> int:

@@ -1,1 +1,1 @@
-"""Compiled kernels for CPUs with AVX-512 BF16; absent where they could not be built, and never needed."""
+"""Compiled kernels for CPUs with AVX2 or AVX-512 BF16; absent where they could not be built, and never needed."""

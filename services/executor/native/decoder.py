@@ -44,8 +44,8 @@ def why_not(config: ModelConfig, block_size: int) -> str | None:
     """What keeps the kernels from serving this model here, None when nothing does."""
     if load_library() is None:
         return "the kernels were not built"
-    if not detect_isa() & Isa.AVX512_BF16:
-        return "the CPU has no AVX-512 BF16"
+    if not detect_isa().widest():
+        return "the CPU has neither AVX2 nor AVX-512 BF16"
     if config.head_size % 32 or config.head_size > 512:
         return f"head_size {config.head_size} is no multiple of 32 up to 512"
     if block_size % 16:
@@ -77,7 +77,7 @@ class NativeDecoder:
         if reason is not None or library is None:
             raise ValueError(f"the compiled kernels cannot serve this model: {reason}")
         self.config = config
-        self.isa = detect_isa() if isa is None else isa
+        self.isa = (detect_isa() if isa is None else isa).widest()
         self._library = library
         self._block_size = block_size
         self._layer_format = {"none": Format.BF16, "int8": Format.INT8, "int4": Format.INT4}[quantization]

@@ -21,6 +21,15 @@ class Isa(enum.IntFlag):
     AVX512_BF16 = 1
     VNNI = 2
     AMX = 4
+    AVX2 = 8  # with FMA and F16C
+    AVX_VNNI = 16
+
+    def widest(self) -> Isa:
+        """The one set of kernels that serves best, AVX-512's or AVX2's, with what these use; nothing without."""
+        for kind, more in ((Isa.AVX512_BF16, Isa.VNNI | Isa.AMX), (Isa.AVX2, Isa.AVX_VNNI)):
+            if self & kind:
+                return self & (kind | more)
+        return Isa(0)
 
     def describe(self) -> str:
         return "+".join(member.name or "" for member in self).lower() or "none"
@@ -138,7 +147,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "quartet_decoder_set_window": ([c_void_p, c_int, c_int], None),
         "quartet_decoder_forward": ([c_void_p, POINTER(Step)], c_int),
         "quartet_decoder_logits": ([c_void_p, c_void_p, c_int, c_void_p], c_int),
-        "quartet_sampler_new": ([c_int], c_void_p),
+        "quartet_sampler_of": ([c_int, c_int], c_void_p),
         "quartet_sampler_free": ([c_void_p], None),
         "quartet_sample": ([c_void_p, POINTER(SampleStep)], c_int),
         "quartet_advise_huge_pages": ([c_void_p, c_size_t], None),

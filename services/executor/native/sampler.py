@@ -18,12 +18,13 @@ IntArray = npt.NDArray[np.int64]
 class NativeSampler:
     """A Drawer for the rows of one `state`, whose columns it reads where they lie."""
 
-    def __init__(self, state: SamplingRows, num_threads: int) -> None:
-        """Raises ValueError where `can_sample` is false, MemoryError when memory is short."""
+    def __init__(self, state: SamplingRows, num_threads: int, isa: Isa | None = None) -> None:
+        """`isa` narrows what the CPU has.
+        Raises ValueError where `can_sample` is false, MemoryError when memory is short."""
         library = load_library()
         if library is None or not can_sample():
             raise ValueError("the compiled sampler cannot run here")
-        handle = library.quartet_sampler_new(num_threads)
+        handle = library.quartet_sampler_of(int((detect_isa() if isa is None else isa).widest()), num_threads)
         if not handle:
             raise MemoryError("cannot create the sampler")
         self._handle = c_void_p(handle)
@@ -80,4 +81,4 @@ class NativeSampler:
 
 def can_sample() -> bool:
     """Whether the compiled sampler was built and this CPU has what it needs."""
-    return load_library() is not None and bool(detect_isa() & Isa.AVX512_BF16)
+    return load_library() is not None and bool(detect_isa().widest())

@@ -4,6 +4,7 @@ from bench.bounds import allowed
 from bench.line import HEAD_PARAMETERS, LAYER_PARAMETERS, PRECISIONS
 
 RATES = {"read_memory": 40e9, "fp32_avx512": 450e9, "bf16_avx512": 240e9, "int8_avx512": 1.9e12, "bf16_amx": 7e12}
+RATES |= {"fp32_avx2": 180e9, "int8_avx2": 360e9}
 PARAMETERS = LAYER_PARAMETERS + HEAD_PARAMETERS
 
 
@@ -25,6 +26,8 @@ def test_one_stream_reads_the_weights() -> None:
         ("bf16", "avx512", 450e9),
         ("int8", "auto", 7e12),
         ("int4", "avx512", 1.9e12),
+        ("bf16", "avx2", 180e9),
+        ("int8", "avx2", 360e9),
     ],
 )
 def test_products_are_bound_by_the_fastest_instruction_that_may_be_used(precision: str, isa: str, rate: float) -> None:

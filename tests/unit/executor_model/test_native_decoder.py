@@ -10,16 +10,14 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from support.kernels import KINDS
 
 from quartet.services.executor.models.config import ModelConfig
 from quartet.services.executor.native.decoder import LoadParameters, NativeDecoder, Quantization, why_not
-from quartet.services.executor.native.library import Isa, detect_isa
+from quartet.services.executor.native.library import Isa
 from quartet.services.executor.weights import load_decoder, load_with
 
 ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-KINDS = [
-    kind for kind in (Isa.AVX512_BF16 | Isa.VNNI, Isa.AVX512_BF16 | Isa.VNNI | Isa.AMX) if kind & detect_isa() == kind
-]
 # head_size 32; neither the hidden size nor the inner one fills whole groups of 32.
 SHAPE = {"hidden_size": 100, "intermediate_size": 90, "head_dim": 32, "num_hidden_layers": 2}
 

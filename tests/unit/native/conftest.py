@@ -1,16 +1,11 @@
 import pytest
 import torch
+from support.kernels import KINDS
 
-from quartet.services.executor.native.library import Isa, detect_isa
-
-
-def kinds() -> list[Isa]:
-    """Every kind of CPU that this one can stand in for; none, and the tests are skipped, without the kernels."""
-    all_kinds = [Isa.AVX512_BF16 | Isa.VNNI, Isa.AVX512_BF16 | Isa.VNNI | Isa.AMX]
-    return [kind for kind in all_kinds if kind & detect_isa() == kind]
+from quartet.services.executor.native.library import Isa
 
 
-@pytest.fixture(params=kinds(), ids=lambda kind: kind.describe())
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.describe())
 def isa(request: pytest.FixtureRequest) -> Isa:
     kind: Isa = request.param
     return kind

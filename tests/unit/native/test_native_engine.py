@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from support.engine import Engine
+from support.kernels import KINDS
 
 from quartet.services.executor.native.decoder import NativeDecoder
 from quartet.services.executor.native.engine import NativeEngine
-from quartet.services.executor.native.library import detect_isa
-
-pytestmark = pytest.mark.skipif(not detect_isa(), reason="no compiled kernels here")
+from quartet.services.executor.native.library import Isa
 
 VOCAB = 331
+# The narrowest and the widest.
+ENDS = sorted({*KINDS[:1], *KINDS[-1:]})
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def engines(folder: Path, **sizes: int) -> list[Engine]:
-    build = functools.partial(NativeDecoder, block_size=16, num_threads=2)
+def engines(folder: Path, kind: Isa, **sizes: int) -> list[Engine]:
+    build = functools.partial(NativeDecoder, block_size=16, num_threads=2, isa=kind)
     made = [Engine(folder, native=build, as_tensors=as_tensors, **sizes) for as_tensors in (True, False)]
     assert isinstance(made[1].executor._runner._engine, NativeEngine)
     return made
@@ -61,10 +62,11 @@ SAMPLINGS: list[dict[str, object]] = [
 
 
 # With 17 tokens a step, pieces of prompts are cut to one token without a sample; with 24 blocks, rows are preempted.
+@pytest.mark.parametrize("kind", ENDS, ids=lambda kind: kind.describe())
 @pytest.mark.parametrize("sizes", [{}, {"budget": 17}, {"budget": 64, "num_blocks": 24, "max_num_seqs": 5}], ids=str)
-def test_the_same_tokens_and_logprobs(folder: Path, sizes: dict[str, int]) -> None:
+def test_the_same_tokens_and_logprobs(folder: Path, kind: Isa, sizes: dict[str, int]) -> None:
     results = []
-    for engine in engines(folder, **sizes):
+    for engine in engines(folder, kind, **sizes):
         rng = random.Random(0)
         for round_ in range(2):
             for sampling in SAMPLINGS:
@@ -77,9 +79,10 @@ def test_the_same_tokens_and_logprobs(folder: Path, sizes: dict[str, int]) -> No
     assert results[0] == results[1]
 
 
-def test_one_stream_grows_to_the_end_of_its_context(folder: Path) -> None:
+@pytest.mark.parametrize("kind", ENDS, ids=lambda kind: kind.describe())
+def test_one_stream_grows_to_the_end_of_its_context(folder: Path, kind: Isa) -> None:
     outputs = []
-    for engine in engines(folder):
+    for engine in engines(folder, kind):
         engine.add([7] * 3, 253, temperature=1.0, seed=9)
         engine.run()
         outputs.append(engine.outputs)

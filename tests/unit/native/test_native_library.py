@@ -1,6 +1,9 @@
 """Which file of kernels is used."""
 
 import _ctypes
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,22 @@ def test_a_good_build_behind_an_old_one_is_used(monkeypatch):
     loaded, lines = load(monkeypatch, STALE, good)
     assert loaded is not None and loaded._name == str(good)
     assert len(lines) == 1
+
+
+@pytest.mark.skipif(library.load_library() is None, reason="no compiled kernels here")
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump here")
+def test_no_function_uses_more_than_the_cpu_that_it_is_for_has():
+    """By their namespaces: what is in none runs on any x86-64 CPU."""
+    command = ["objdump", "-d", "--no-show-raw-insn", str(next(library._candidates()))]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    newer = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])\b|%tmm")
+    kinds, wrong = set(), []
+    for function in re.split(r"\n(?=[0-9a-f]{16} <)", listing)[1:]:
+        name = function[18 : function.index(">")]
+        kind = next((kind for kind in ("6avx512", "4avx2") if kind in name), "any")
+        kinds.add(kind)
+        if kind != "6avx512" and newer.search(function):
+            wrong.append(name)
+        if kind == "any" and re.search(r"%ymm|\tv[a-z]+\s+.*%xmm", function):
+            wrong.append(name)
+    assert kinds == {"6avx512", "4avx2", "any"} and not wrong

@@ -7,10 +7,17 @@ import random
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
+from support.kernels import KINDS_OF_PRODUCTS
 
-from quartet.services.executor.native.library import Format, Isa, load_library
+from quartet.services.executor.native.library import Format, Isa, detect_isa, load_library
 
 NAN = float("nan")
+
+
+@pytest.fixture(params=KINDS_OF_PRODUCTS, ids=lambda kind: kind.describe())
+def isa(request: pytest.FixtureRequest) -> Isa:
+    kind: Isa = request.param
+    return kind
 
 
 def multiply(isa: Isa, format: Format, weight: torch.Tensor, num_columns: int, x: torch.Tensor) -> torch.Tensor:
@@ -107,3 +114,16 @@ def test_what_is_not_finite_stays_so_in_its_row(isa: Isa, format: Format, num_ro
         )
         finite = out.isfinite().all(-1)
         assert finite.sum() == num_rows - 1 and not finite[num_rows // 2]
+
+
+@pytest.mark.parametrize("format", [Format.BF16, Format.INT8])
+def test_a_row_s_product_is_the_same_whatever_is_beside_it(format: Format) -> None:
+    """On AVX2, whose batches and single rows are summed in one order."""
+    if not detect_isa() & Isa.AVX2:
+        pytest.skip("no compiled kernels for AVX2 here")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(200, 96, generator=generator).bfloat16()
+    x = torch.randn(33, 96, generator=generator).bfloat16()
+    together = multiply(Isa.AVX2, format, weight, 200, x)
+    for row in range(33):
+        assert torch.equal(multiply(Isa.AVX2, format, weight, 200, x[row : row + 1].contiguous())[0], together[row])

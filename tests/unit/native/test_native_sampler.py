@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quartet.services.executor.native.library import Isa, detect_isa
 from quartet.services.executor.native.sampler import NativeSampler, can_sample
 from quartet.services.executor.sampler import draw
 from quartet.services.executor.sampling_rows import SamplingRows
@@ -19,16 +20,17 @@ from quartet.shared.sampling_params import SamplingParams
 pytestmark = pytest.mark.skipif(not can_sample(), reason="no compiled sampler here")
 
 Array = np.ndarray
+KINDS = [kind for kind in (Isa.AVX2, Isa.AVX512_BF16) if kind & detect_isa()]
 
 
 class Rows:
-    """A row for each of `params`, all drawing from one table of logits."""
+    """A row for each of `params`, all drawing from one table of logits, by every set of kernels."""
 
     def __init__(self, params: list[SamplingParams], vocab_size: int, num_threads: int = 1) -> None:
         self.state = SamplingRows(len(params), vocab_size)
         for i, row in enumerate(params):
             self.state.add(i, row, [], i % 3, np.array([0], np.int32), 1)
-        self.sampler = NativeSampler(self.state, num_threads)
+        self.samplers = [NativeSampler(self.state, num_threads, kind) for kind in KINDS]
 
     def native(self, logits: Array, rows: Array, output_indices: Array) -> tuple[Array, Array]:
         """With what it must not read, columns past the vocabulary, not numbers, and what it must write, wrong."""
@@ -36,11 +38,15 @@ class Rows:
         table = np.full((len(logits), vocab_size + 5), np.nan, np.float32)
         table[:, :vocab_size] = logits
         before = table.copy()
-        self.sampler._token_ids[:] = -7
-        self.sampler._failed[:] = True
-        found = self.sampler.draw(torch.from_numpy(table)[:, :vocab_size], rows, output_indices)
-        assert np.array_equal(table, before, equal_nan=True)
-        return found
+        all_found = []
+        for sampler in self.samplers:
+            sampler._token_ids[:] = -7
+            sampler._failed[:] = True
+            all_found.append(sampler.draw(torch.from_numpy(table)[:, :vocab_size], rows, output_indices))
+            assert np.array_equal(table, before, equal_nan=True)
+        for found in all_found[1:]:
+            assert [part.tolist() for part in found] == [part.tolist() for part in all_found[0]]
+        return all_found[0]
 
     def plain(self, logits: Array, rows: Array, output_indices: Array) -> tuple[Array, Array]:
         return draw(torch.from_numpy(logits.copy()), self.state, rows, output_indices)

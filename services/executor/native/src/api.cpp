@@ -54,12 +54,15 @@ struct PlainSink final : Sink {
     }
 };
 
+// A mask of Isa that has kernels, and nothing that the CPU lacks.
+bool is_usable(int isa) { return (isa & (kAvx512Bf16 | kAvx2)) && !(isa & ~detect_isa()); }
+
 }  // namespace
 
 QUARTET_API int quartet_isa() { return detect_isa(); }
 
 QUARTET_API Decoder* quartet_decoder_new(const DecoderConfig* config) {
-    if (!(config->isa & kAvx512Bf16) || (config->isa & ~detect_isa())) return nullptr;
+    if (!is_usable(config->isa)) return nullptr;
     if (config->head_size % 32 || config->head_size > 512 || config->block_size % kPage) return nullptr;
     return new (std::nothrow) Decoder(*config);
 }
@@ -108,9 +111,8 @@ QUARTET_API void quartet_decoder_times(const Decoder* decoder, double* out) {
 // Reads the weights from front to back on all threads, as a step with one row must; returns the bytes read.
 QUARTET_API size_t quartet_decoder_read_weights(Decoder* decoder) { return decoder->read_weights(); }
 
-// Null where the CPU lacks what it needs.
-QUARTET_API Sampler* quartet_sampler_new(int num_threads) {
-    return detect_isa() & kAvx512Bf16 ? new (std::nothrow) Sampler(num_threads) : nullptr;
+QUARTET_API Sampler* quartet_sampler_of(int isa, int num_threads) {
+    return is_usable(isa) ? new (std::nothrow) Sampler(kernels_for(isa).sampling, num_threads) : nullptr;
 }
 
 QUARTET_API void quartet_sampler_free(Sampler* sampler) { delete sampler; }
@@ -121,7 +123,8 @@ QUARTET_API int quartet_sample(Sampler* sampler, const SampleStep* step) { retur
 // One product and nothing else, for tests: x [num_rows, num_inner] bf16, out [num_rows, num_columns].
 QUARTET_API int quartet_multiply(int isa, int format, int num_columns, int num_inner, const void* data, int num_rows,
                                  const uint16_t* x, float* out) {
-    if (!(isa & kAvx512Bf16) || (isa & ~detect_isa())) return 0;
+    if (!is_usable(isa)) return 0;
+    const Kernels& kernels = kernels_for(isa);
     Pool pool(1, nullptr);
     Arena arena;
     Matrix matrix;
@@ -129,15 +132,15 @@ QUARTET_API int quartet_multiply(int isa, int format, int num_columns, int num_i
     rows.set_width(num_inner);
     Buffer scratch;
     if (!fill(pool, arena, matrix, format, num_columns, num_inner, false, data, nullptr) || !rows.reserve(num_rows) ||
-        !scratch.reserve(product_scratch_bytes(matrix) + 64))
+        !scratch.reserve(kernels.products.scratch_bytes(matrix) + 64))
         return 0;
     for (int r = 0; r < num_rows; ++r) {
         for (int k = 0; k < num_inner; ++k) rows.row(r)[k] = x[static_cast<size_t>(r) * num_inner + k];
-        rows.quantize(r);
+        rows.prepare(kernels.rows, kernels.products.row_form(matrix.format, num_rows, isa), r);
     }
-    multiply_strips(matrix, rows.view(), num_rows, 0, matrix.num_strips, isa, scratch.as<uint8_t>(),
-                    PlainSink(out, num_columns));
-    release_tiles();
+    kernels.products.multiply(matrix, rows.view(), num_rows, 0, matrix.num_strips, isa, scratch.as<uint8_t>(),
+                              PlainSink(out, num_columns));
+    kernels.products.release_tiles();
     return 1;
 }
 
@@ -148,16 +151,17 @@ QUARTET_API int quartet_attend(int isa, int num_threads, int num_heads, int num_
                                const int32_t* block_tables, int table_width, const int64_t* slot_mapping,
                                const uint16_t* query, const uint16_t* key, const uint16_t* value, uint16_t* keys,
                                uint16_t* values, uint16_t* out) {
-    if (!(isa & kAvx512Bf16) || (isa & ~detect_isa()) || head_size % 32 || head_size > 512) return 0;
+    if (!is_usable(isa) || head_size % 32 || head_size > 512) return 0;
+    const Kernels& kernels = kernels_for(isa);
     const CacheShape shape{num_kv_heads, head_size, block_size};
     for (int t = 0; t < query_start_loc[num_rows]; ++t)
         for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
             const size_t at = (static_cast<size_t>(t) * num_kv_heads + kv_head) * head_size;
-            write_cache(shape, keys, values, slot_mapping[t], kv_head, key + at, value + at);
+            kernels.attention.write_cache(shape, keys, values, slot_mapping[t], kv_head, key + at, value + at);
         }
-    Pool pool(num_threads, release_tiles);
-    AttentionPlan plan(shape, num_heads);
-    const size_t scratch_stride = (attention_scratch_bytes(head_size) + 127) / 128 * 128;
+    Pool pool(num_threads, kernels.products.release_tiles);
+    AttentionPlan plan(kernels.attention, shape, num_heads);
+    const size_t scratch_stride = (kernels.attention.scratch_bytes(head_size) + 127) / 128 * 128;
     Buffer scratch(scratch_stride * num_threads);
     if (!scratch.as<uint8_t>() || !plan.make({num_rows, query_start_loc, seq_lens, block_tables, table_width}, 0))
         return 0;
@@ -172,6 +176,6 @@ QUARTET_API int quartet_attend(int isa, int num_threads, int num_heads, int num_
             plan.attend(task, keys, values, query + at, stride, out + at, stride, isa,
                         scratch.as<uint8_t>() + thread * scratch_stride);
         });
-    release_tiles();
+    kernels.products.release_tiles();
     return 1;
 }

@@ -25,10 +25,6 @@ struct CacheShape {
     int partial_stride() const { return head_size + kPage; }
 };
 
-// key, value: bf16 [head_size] of one KV head.
-void write_cache(const CacheShape& shape, uint16_t* keys, uint16_t* values, int64_t slot, int kv_head,
-                 const uint16_t* key, const uint16_t* value);
-
 // One sequence's stretch of tokens against some pages, for one KV head or some that follow each other.
 struct AttentionTask {
     // bf16; token t's query head h of KV head k is at query + t * token_stride + (k * num_heads + h) * head_size, with k
@@ -50,12 +46,23 @@ struct AttentionTask {
     const int32_t* block_table = nullptr;
 };
 
-size_t attention_scratch_bytes(int head_size);
+struct AttentionKernels {
+    size_t (*scratch_bytes)(int head_size);
+    // key, value: bf16 [head_size] of one KV head.
+    void (*write_cache)(const CacheShape& shape, uint16_t* keys, uint16_t* values, int64_t slot, int kv_head,
+                        const uint16_t* key, const uint16_t* value);
+    void (*attend)(const CacheShape& shape, const uint16_t* keys, const uint16_t* values, const AttentionTask& task,
+                   float scale, int isa, uint8_t* scratch);
+    // One row's partial results, `split_stride` floats apart, into its output, bf16 [head_size].
+    void (*merge_partials)(const CacheShape& shape, const float* partial, size_t split_stride, int num_splits,
+                           uint16_t* out);
+};
 
-void attend(const CacheShape& shape, const uint16_t* keys, const uint16_t* values, const AttentionTask& task,
-            float scale, int isa, uint8_t* scratch);
-
-// One row's partial results, `split_stride` floats apart, into its output, bf16 [head_size].
-void merge_partials(const CacheShape& shape, const float* partial, size_t split_stride, int num_splits, uint16_t* out);
+namespace avx512 {
+extern const AttentionKernels kAttention;
+}
+namespace avx2 {
+extern const AttentionKernels kAttention;
+}
 
 }  // namespace quartet

@@ -27,8 +27,8 @@ int group_kv_heads(const CacheShape& shape) {
 
 }  // namespace
 
-AttentionPlan::AttentionPlan(const CacheShape& shape, int num_heads)
-    : shape_(shape), heads_per_kv_(num_heads / shape.num_kv_heads), kv_group_(group_kv_heads(shape)) {}
+AttentionPlan::AttentionPlan(const AttentionKernels& kernels, const CacheShape& shape, int num_heads)
+    : kernels_(kernels), shape_(shape), heads_per_kv_(num_heads / shape.num_kv_heads), kv_group_(group_kv_heads(shape)) {}
 
 int AttentionPlan::first_page(const Stretch& stretch) const {
     return window_ ? std::max(stretch.first_position - window_ + 1, 0) / kPage : 0;
@@ -146,7 +146,7 @@ void AttentionPlan::attend(int index, const uint16_t* keys, const uint16_t* valu
         if (stretch.num_splits > 1)
             task.partial = partial(stretch, piece.split, piece.kv_head) +
                            static_cast<size_t>(head) * shape_.partial_stride();
-        quartet::attend(shape_, keys, values, task, scale, isa, scratch);
+        kernels_.attend(shape_, keys, values, task, scale, isa, scratch);
     }
     if (stretch.num_splits == 1) return;
     std::atomic<int>& left = left_[static_cast<size_t>(piece.stretch) * shape_.num_kv_heads + piece.kv_head];
@@ -162,9 +162,9 @@ void AttentionPlan::merge(const Stretch& stretch, int kv_head, uint16_t* out, in
     for (int k = 0; k < stretch.num_kv_heads; ++k)
         for (int token = 0; token < stretch.num_tokens; ++token)
             for (int head = 0; head < heads_per_kv_; ++head, row += row_stride)
-                merge_partials(shape_, row, split_stride, stretch.num_splits,
-                               out + static_cast<size_t>(token) * out_stride +
-                                   static_cast<size_t>(k * heads_per_kv_ + head) * shape_.head_size);
+                kernels_.merge_partials(shape_, row, split_stride, stretch.num_splits,
+                                        out + static_cast<size_t>(token) * out_stride +
+                                            static_cast<size_t>(k * heads_per_kv_ + head) * shape_.head_size);
 }
 
 }  // namespace quartet

@@ -31,7 +31,7 @@ class AttentionPlan {
         bool is_last_split;  // the one that sees the newest key
     };
 
-    AttentionPlan(const CacheShape& shape, int num_heads);
+    AttentionPlan(const AttentionKernels& kernels, const CacheShape& shape, int num_heads);
 
     // Once a step; `window` is the first layer's. The rows' arrays are read until the plan is made anew.
     // False when memory is short.
@@ -67,6 +67,7 @@ class AttentionPlan {
     float* partial(const Stretch& stretch, int split, int kv_head) const;
     void merge(const Stretch& stretch, int kv_head, uint16_t* out, int out_stride) const;
 
+    const AttentionKernels& kernels_;
     CacheShape shape_;
     int heads_per_kv_, kv_group_;
     AttentionRows rows_;

@@ -1,13 +1,12 @@
-// The two products of attention, for up to 16 query rows against a chunk of pages. Included by AVX-512 files only.
+// The two products of attention, for up to 16 query rows against a chunk of pages.
 #pragma once
-
-#include <immintrin.h>
 
 #include <cstdint>
 
 #include "attention.h"
+#include "simd.h"
 
-namespace quartet {
+namespace quartet::QUARTET_ISA {
 
 // Pages whose scores are held at a time.
 constexpr int kChunkPages = 8;
@@ -17,10 +16,10 @@ constexpr int kScoreStride = kChunkPages * kPage + 16;
 
 // One block of rows and one chunk of pages.
 struct Chunk {
-    const uint16_t* query = nullptr;         // bf16 [16][head_size]
+    const Operand* query = nullptr;          // [16][head_size]
     float* out = nullptr;                    // [16][head_size]
     float* scores = nullptr;                 // [16][kScoreStride]
-    uint16_t* weights = nullptr;             // bf16 [16][kScoreStride]
+    Operand* weights = nullptr;              // [16][kScoreStride]
     const uint16_t* const* keys = nullptr;   // each page's; kChunkPages, past num_pages any page's
     const uint16_t* const* values = nullptr;
     const uint16_t* const* next_keys = nullptr;  // what is read after this chunk; kChunkPages
@@ -40,4 +39,4 @@ void score_tiles(const Chunk& chunk);
 void mix_vectors(const Chunk& chunk);
 void mix_tiles(const Chunk& chunk);
 
-}  // namespace quartet
+}  // namespace quartet::QUARTET_ISA

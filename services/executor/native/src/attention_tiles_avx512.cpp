@@ -1,8 +1,7 @@
 #include "attention_products.h"
-#include "simd.h"
 #include "tiles.h"
 
-namespace quartet {
+namespace quartet::avx512 {
 namespace {
 
 // 0-3 sums [16, 16], 4 query [16, 32] or weights' operand of keys 5 [16 pairs, 16], 6 weights [16, 16], 7 values
@@ -106,4 +105,4 @@ void mix_tiles(const Chunk& chunk) {
     }
 }
 
-}  // namespace quartet
+}  // namespace quartet::avx512

@@ -4,6 +4,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <initializer_list>
+
 namespace quartet {
 namespace {
 
@@ -18,19 +20,37 @@ bool may_use_amx() {
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
+struct Registers {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+};
+
+Registers cpuid(unsigned leaf, unsigned part = 0) {
+    Registers r;
+    if (!__get_cpuid_count(leaf, part, &r.a, &r.b, &r.c, &r.d)) return {};
+    return r;
+}
+
+bool has(unsigned word, std::initializer_list<int> bits) {
+    for (int bit : bits)
+        if (!(word >> bit & 1)) return false;
+    return true;
+}
+
 int detect() {
-    unsigned a, b, c, d;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;
+    const Registers base = cpuid(1), more = cpuid(7), newest = cpuid(7, 1);
+    constexpr int kOsxsave = 27, kFma = 12, kF16c = 29, kAvx = 28;
+    constexpr unsigned long long kYmmState = 0x6, kZmmState = 0xe6, kTileState = 0x60000;
+    if (!has(base.c, {kOsxsave})) return 0;
     const unsigned long long enabled = xcr0();
-    constexpr unsigned long long kZmmState = 0xe6, kTileState = 0x60000;
-    if ((enabled & kZmmState) != kZmmState || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return 0;
-    constexpr unsigned kFoundation = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
-    const bool base = (b & kFoundation) == kFoundation && (b & 1u << 8);         // and BMI2
-    const bool vnni = c & 1u << 11;  // on every CPU with BF16
-    const bool amx = (d & 1u << 22) && (d & 1u << 24);
-    if (!base || !vnni || !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & 1u << 5)) return 0;
-    int isa = kAvx512Bf16 | kVnni;
-    if (amx && (enabled & kTileState) == kTileState && may_use_amx()) isa |= kAmx;
+    if ((enabled & kYmmState) != kYmmState || !has(base.c, {kAvx, kFma, kF16c})) return 0;
+    int isa = 0;
+    if (has(more.b, {5})) isa |= kAvx2;
+    if ((isa & kAvx2) && has(newest.a, {4})) isa |= kAvxVnni;
+    // F, DQ, BW, VL and BMI2; VNNI is on every CPU with BF16.
+    if ((enabled & kZmmState) != kZmmState || !has(more.b, {16, 17, 30, 31, 8}) || !has(more.c, {11}) || !has(newest.a, {5}))
+        return isa;
+    isa |= kAvx512Bf16 | kVnni;
+    if (has(more.d, {22, 24}) && (enabled & kTileState) == kTileState && may_use_amx()) isa |= kAmx;
     return isa;
 }
 

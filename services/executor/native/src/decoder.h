@@ -6,9 +6,11 @@
 #include <vector>
 
 #include "attention_plan.h"
+#include "kernels.h"
 #include "matrix.h"
 #include "phases.h"
 #include "pool.h"
+#include "rows.h"
 
 namespace quartet {
 
@@ -23,7 +25,7 @@ struct DecoderConfig {
     int32_t vocab_size;
     int32_t block_size;
     int32_t num_threads;
-    int32_t isa;  // mask of Isa, no more than detect_isa()
+    int32_t isa;  // mask of Isa, no more than detect_isa() and not nothing
     float rms_norm_eps;
 };
 
@@ -46,19 +48,19 @@ struct Step {
     uint16_t* hidden;                // out, [T, hidden_size] bf16, normed
 };
 
-// A product's input rows: bf16, and as 8-bit units where a product wants them.
+// A product's input rows: bf16, and in the form that the product wants them.
 class RowBuffer {
   public:
     void set_width(int num_inner);
     bool reserve(int num_rows);
     uint16_t* row(int index) const { return bf16_.as<uint16_t>() + static_cast<size_t>(index) * stride_; }
     int stride() const { return stride_; }
-    void quantize(int row) const;
+    void prepare(const RowKernels& kernels, RowForm form, int row) const;
     Activations view() const;
 
   private:
     int padded_ = 0, stride_ = 0;
-    Buffer bf16_, int8_, scales_, sums_;
+    Buffer bf16_, floats_, int8_, scales_, sums_;
 };
 
 enum MatrixKind : int { kQkv = 0, kOutput = 1, kGateUp = 2, kDown = 3, kHead = 4 };
@@ -103,7 +105,12 @@ class Decoder {
     void write_key_value(const Step& step, int layer, int token, int kv_head) const;
     void attention(const Step& step, int layer);
 
+    RowForm row_form(const Matrix& matrix, int num_rows) const {
+        return kernels_.products.row_form(matrix.format, num_rows, config_.isa);
+    }
+
     DecoderConfig config_;
+    const Kernels& kernels_;
     CacheShape cache_;
     Pool pool_;
     Arena arena_;

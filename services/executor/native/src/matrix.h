@@ -55,10 +55,14 @@ struct Matrix {
     void unpack_column(int column, float* out) const;
 };
 
+// What a product reads rows as.
+enum class RowForm { kBf16, kInt8, kFloat };
+
 // Rows that a product reads. `bf16` [M, stride] is always there, padded to a multiple of 32 rows and to
-// padded_inner columns (these 0); the quantised form only where uses_int8() says so.
+// padded_inner columns (these 0); the other forms where ProductKernels::row_form says so.
 struct Activations {
     const uint16_t* bf16 = nullptr;
+    const float* floats = nullptr;   // the same in another form
     int stride = 0;
     const int8_t* int8 = nullptr;    // [M, int8_stride]
     int int8_stride = 0;
@@ -66,12 +70,6 @@ struct Activations {
     const int32_t* sums = nullptr;   // [M, group_stride] sum of the group's units
     int group_stride = 0;
 };
-
-// Whether a product of so many rows reads the quantised rows.
-bool uses_int8(Format format, int num_rows, int isa);
-
-// bf16 [K] -> units and scales per group of 32; K is padded to a whole group.
-void quantize_row(const uint16_t* row, int padded_inner, int8_t* units, float* scales, int32_t* sums);
 
 // Called with `num_rows` rows from `first_row` of a strip's product, [num_rows][32] float, bias not yet added.
 struct Sink {
@@ -81,17 +79,25 @@ struct Sink {
     ~Sink() = default;
 };
 
-// Bytes of scratch memory that multiply_strips needs per thread.
-size_t product_scratch_bytes(const Matrix& matrix);
-
-// Strips [first, end) of x W^T for num_rows rows of x.
-void multiply_strips(const Matrix& matrix, const Activations& x, int num_rows, int first, int end, int isa,
+struct ProductKernels {
+    // Of a product of so many rows.
+    RowForm (*row_form)(Format format, int num_rows, int isa);
+    // Bytes of scratch memory that `multiply` needs per thread.
+    size_t (*scratch_bytes)(const Matrix& matrix);
+    // Strips [first, end) of x W^T for num_rows rows of x.
+    void (*multiply)(const Matrix& matrix, const Activations& x, int num_rows, int first, int end, int isa,
                      uint8_t* scratch, const Sink& sink);
+    // Reads num_bytes (a multiple of 256) and does no more: what a product with few rows takes at best.
+    void (*read_bytes)(const uint8_t* data, size_t num_bytes);
+    // AMX holds a configuration per thread: released so that the system need not save the tiles.
+    void (*release_tiles)();
+};
 
-// Reads num_bytes (a multiple of 256) and does no more: what a product with few rows takes at best.
-void read_bytes(const uint8_t* data, size_t num_bytes);
-
-// AMX holds a configuration per thread: released so that the system need not save the tiles.
-void release_tiles();
+namespace avx512 {
+extern const ProductKernels kProducts;
+}
+namespace avx2 {
+extern const ProductKernels kProducts;
+}
 
 }  // namespace quartet

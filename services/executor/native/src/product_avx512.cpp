@@ -3,9 +3,11 @@
 #include "simd.h"
 #include "tiles.h"
 
-namespace quartet {
+namespace quartet::avx512 {
 
 thread_local int current_tiles = 0;
+
+namespace {
 
 void release_tiles() {
     if (current_tiles != 0) {
@@ -13,8 +15,6 @@ void release_tiles() {
         current_tiles = 0;
     }
 }
-
-namespace {
 
 // Up to so many rows a vector product is the faster one: it reads the weights as fast as memory gives them, and
 // quantised ones need not be unpacked for the tiles first. Measured.
@@ -344,18 +344,16 @@ void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, in
     }
 }
 
-}  // namespace
-
-bool uses_int8(Format format, int num_rows, int isa) {
-    return format != Format::kBf16 && !uses_tiles(format, num_rows, isa);
+RowForm row_form(Format format, int num_rows, int isa) {
+    return format == Format::kBf16 || uses_tiles(format, num_rows, isa) ? RowForm::kBf16 : RowForm::kInt8;
 }
 
-size_t product_scratch_bytes(const Matrix& matrix) {
+size_t scratch_bytes(const Matrix& matrix) {
     return matrix.format == Format::kBf16 ? 0 : (size_t)matrix.padded_inner * kStrip * 2;
 }
 
-void multiply_strips(const Matrix& matrix, const Activations& x, int num_rows, int strip, int end, int isa,
-                     uint8_t* scratch, const Sink& sink) {
+void multiply(const Matrix& matrix, const Activations& x, int num_rows, int strip, int end, int isa,
+              uint8_t* scratch, const Sink& sink) {
     if (num_rows == 1 && matrix.format != Format::kInt4) {
         alignas(64) float values[kStripsTogether * kStrip];
         for (; strip + kStripsTogether <= end; strip += kStripsTogether) {
@@ -382,20 +380,8 @@ void read_bytes(const uint8_t* data, size_t num_bytes) {
     for (auto& one : sum) __asm__ volatile("" : : "v"(one));
 }
 
-void quantize_row(const uint16_t* row, int padded_inner, int8_t* units, float* scales, int32_t* sums) {
-    for (int g = 0; g < padded_inner / kGroup; ++g) {
-        const __m512 a = load_bf16(row + g * kGroup), b = load_bf16(row + g * kGroup + 16);
-        const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-        // The reciprocal of less would not be finite.
-        const __m512 inverse = _mm512_set1_ps(largest > 1e-30f ? 127.0f / largest : 0.0f);
-        const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse));
-        const __m512i qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
-        _mm_storeu_si128((__m128i*)(units + g * kGroup), _mm512_cvtsepi32_epi8(qa));
-        _mm_storeu_si128((__m128i*)(units + g * kGroup + 16), _mm512_cvtsepi32_epi8(qb));
-        // The largest passes over NaN, the result must not.
-        scales[g] = _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q) ? __builtin_nanf("") : largest / 127.0f;
-        sums[g] = _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
-    }
-}
+}  // namespace
 
-}  // namespace quartet
+const ProductKernels kProducts = {row_form, scratch_bytes, multiply, read_bytes, release_tiles};
+
+}  // namespace quartet::avx512

@@ -29,6 +29,8 @@ struct SampleStep {
     uint8_t* failed;     // out [S], 0 or 1: a NaN, an infinite maximum, or nothing but masked tokens
 };
 
+constexpr int kSampleBlock = 256;  // tokens, 16 of each lane
+
 // A row's tokens that truncation may keep, in their order, with a = (largest logit - logit) / temperature and
 // exp(-a); and what else a thread needs while it draws. Memory that is not touched is not there.
 class SampleScratch {
@@ -47,14 +49,35 @@ class SampleScratch {
     Buffer maxima_, sums_, distances_, ids_, weights_, active_distances_, active_weights_;
 };
 
+struct RowParams {
+    float temperature;
+    int64_t top_k;
+    double top_p, min_p;
+    double noise;  // in [0, 1)
+};
+
+struct SamplingKernels {
+    // A row's token: of the largest logit without `params`. -1 where none can be drawn.
+    int (*draw)(const float* logits, int vocab_size, const SampleScratch& scratch, const RowParams* params);
+};
+
+namespace avx512 {
+extern const SamplingKernels kSampling;
+}
+namespace avx2 {
+extern const SamplingKernels kSampling;
+}
+
 class Sampler {
   public:
-    explicit Sampler(int num_threads) : pool_(num_threads, nullptr), scratch_(num_threads) {}
+    Sampler(const SamplingKernels& kernels, int num_threads)
+        : kernels_(kernels), pool_(num_threads, nullptr), scratch_(num_threads) {}
 
     // How many rows failed; -1 when memory is short.
     int sample(const SampleStep& step);
 
   private:
+    const SamplingKernels& kernels_;
     Pool pool_;
     std::vector<SampleScratch> scratch_;
 };

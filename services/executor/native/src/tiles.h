@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace quartet {
+namespace quartet::avx512 {
 
 struct alignas(64) TileConfig {
     uint8_t palette = 1;
@@ -24,4 +24,4 @@ struct alignas(64) TileConfig {
 // The configuration this thread has: 0 none, -1 products', n > 0 attention's for n query rows.
 extern thread_local int current_tiles;
 
-}  // namespace quartet
+}  // namespace quartet::avx512

@@ -3,8 +3,6 @@
 #include <cmath>
 #include <cstring>
 
-#include "simd.h"
-
 namespace quartet {
 namespace {
 
@@ -13,6 +11,18 @@ float bf16_to_float(uint16_t value) {
     float result;
     std::memcpy(&result, &bits, sizeof result);
     return result;
+}
+
+float fp16_to_float(uint16_t value) {
+    const int exponent = value >> 10 & 31, fraction = value & 1023;
+    float result;
+    if (exponent == 0) {
+        result = static_cast<float>(fraction) * 0x1p-24f;
+    } else {
+        const uint32_t bits = (exponent == 31 ? 255u : exponent + 112u) << 23 | static_cast<uint32_t>(fraction) << 13;
+        std::memcpy(&result, &bits, sizeof result);
+    }
+    return value >> 15 ? -result : result;
 }
 
 // The bf16 value that is next above or equal.
@@ -113,7 +123,7 @@ void Matrix::unpack_column(int column, float* out) const {
                 std::memcpy(&header[1], group + 2 * kStrip + 2 * c, 2);
                 const int byte = k % 16, shift = k % kGroup < 16 ? 0 : 4;
                 const uint8_t packed = group[4 * kStrip + (c / 16) * 256 + byte / 4 * 64 + (c % 16) * 4 + byte % 4];
-                out[k] = _cvtsh_ss(header[0]) * ((packed >> shift) & 15) + _cvtsh_ss(header[1]);
+                out[k] = fp16_to_float(header[0]) * ((packed >> shift) & 15) + fp16_to_float(header[1]);
             }
             return;
         }

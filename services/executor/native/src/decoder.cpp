@@ -3,102 +3,42 @@
 #include <algorithm>
 #include <cstring>
 
-#include "simd.h"
-
 namespace quartet {
 namespace {
 
-void store_row(float* out, const float* values, const float* bias, int count) {
-    for (int c = 0; c < count; c += 16) {
-        const __mmask16 lanes = first_lanes(count - c);
-        _mm512_mask_storeu_ps(out + c, lanes, _mm512_add_ps(_mm512_loadu_ps(values + c), _mm512_loadu_ps(bias + c)));
-    }
-}
-
 // out = product + bias, or out += product + bias.
 struct FloatSink final : Sink {
+    const RowKernels& kernels;
     const Matrix& matrix;
     float* out;
     bool adds;
 
-    FloatSink(const Matrix& m, float* o, bool a) : matrix(m), out(o), adds(a) {}
+    FloatSink(const RowKernels& k, const Matrix& m, float* o, bool a) : kernels(k), matrix(m), out(o), adds(a) {}
 
     void take(int strip, int first_row, int num_rows, const float* values) const override {
         const int column = strip * kStrip, count = std::min(kStrip, matrix.num_columns - column);
-        const float* bias = matrix.bias + column;
-        for (int r = 0; r < num_rows; ++r, values += kStrip) {
-            float* target = out + static_cast<size_t>(first_row + r) * matrix.num_columns + column;
-            if (!adds) {
-                store_row(target, values, bias, count);
-                continue;
-            }
-            for (int c = 0; c < count; c += 16) {
-                const __mmask16 lanes = first_lanes(count - c);
-                const __m512 sum = _mm512_add_ps(_mm512_loadu_ps(values + c), _mm512_loadu_ps(bias + c));
-                _mm512_mask_storeu_ps(target + c, lanes, _mm512_add_ps(sum, _mm512_maskz_loadu_ps(lanes, target + c)));
-            }
-        }
+        const size_t stride = matrix.num_columns;
+        const auto put = adds ? kernels.add : kernels.store;
+        put(values, num_rows, matrix.bias + column, count, out + first_row * stride + column, stride);
     }
 };
 
 // silu(gate) * up of a paired matrix, as bf16 rows.
 struct GatedSink final : Sink {
+    const RowKernels& kernels;
     const Matrix& matrix;
     const RowBuffer& out;
 
-    GatedSink(const Matrix& m, const RowBuffer& o) : matrix(m), out(o) {}
+    GatedSink(const RowKernels& k, const Matrix& m, const RowBuffer& o) : kernels(k), matrix(m), out(o) {}
 
     void take(int strip, int first_row, int num_rows, const float* values) const override {
-        const int column = strip * 16;
-        const __mmask16 lanes = first_lanes(matrix.num_columns / 2 - column);
-        const float* bias = matrix.bias + strip * kStrip;
-        const __m512 gate_bias = _mm512_loadu_ps(bias), up_bias = _mm512_loadu_ps(bias + 16);
-        for (int r = 0; r < num_rows; ++r, values += kStrip) {
-            const __m512 gate = _mm512_add_ps(_mm512_loadu_ps(values), gate_bias);
-            const __m512 up = _mm512_add_ps(_mm512_loadu_ps(values + 16), up_bias);
-            const __m256i product = to_bf16(_mm512_mul_ps(silu(gate), up));
-            _mm256_mask_storeu_epi16(out.row(first_row + r) + column, lanes, product);
-        }
+        const int column = strip * 16, count = std::min(16, matrix.num_columns / 2 - column);
+        kernels.gate(values, num_rows, matrix.bias + strip * kStrip, count, out.row(first_row) + column, out.stride());
     }
 };
 
-// Rows that are normed by one chunk of a job.
+// Rows that are normed, or put in another form, by one chunk of a job.
 constexpr int kNormRows = 8;
-
-float inverse_rms(const float* x, int count, float eps) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int i = 0; i < count; i += 16) {
-        const __m512 v = _mm512_maskz_loadu_ps(first_lanes(count - i), x + i);
-        sum = _mm512_fmadd_ps(v, v, sum);
-    }
-    return 1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / static_cast<float>(count) + eps);
-}
-
-void norm_row(const float* x, const float* weight, int count, float eps, uint16_t* out) {
-    const __m512 factor = _mm512_set1_ps(inverse_rms(x, count, eps));
-    for (int i = 0; i < count; i += 16) {
-        const __mmask16 lanes = first_lanes(count - i);
-        const __m512 v = _mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + i), factor);
-        _mm256_mask_storeu_epi16(out + i, lanes, to_bf16(_mm512_mul_ps(v, _mm512_maskz_loadu_ps(lanes, weight + i))));
-    }
-}
-
-// One head, its halves rotated with each other; normed before where there is a weight.
-void rotate_head(const float* x, const float* norm_weight, float eps, const float* cos, const float* sin, int head_size,
-                 uint16_t* out) {
-    const int half = head_size / 2;
-    const __m512 factor = _mm512_set1_ps(norm_weight ? inverse_rms(x, head_size, eps) : 1.0f);
-    for (int i = 0; i < half; i += 16) {
-        __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + half + i);
-        if (norm_weight) {
-            a = _mm512_mul_ps(_mm512_mul_ps(a, factor), _mm512_loadu_ps(norm_weight + i));
-            b = _mm512_mul_ps(_mm512_mul_ps(b, factor), _mm512_loadu_ps(norm_weight + half + i));
-        }
-        const __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
-        store_bf16(out + i, _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)));
-        store_bf16(out + half + i, _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s)));
-    }
-}
 
 size_t rounded(size_t bytes) { return (bytes + 127) / 128 * 128; }
 
@@ -112,27 +52,30 @@ void RowBuffer::set_width(int num_inner) {
 
 bool RowBuffer::reserve(int num_rows) {
     const size_t rows = (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock, groups = padded_ / kGroup;
-    return bf16_.reserve(rows * stride_ * 2) && int8_.reserve(rows * padded_) && scales_.reserve(rows * groups * 4) &&
-           sums_.reserve(rows * groups * 4);
+    return bf16_.reserve(rows * stride_ * 2) && floats_.reserve(rows * stride_ * 4) && int8_.reserve(rows * padded_) &&
+           scales_.reserve(rows * groups * 4) && sums_.reserve(rows * groups * 4);
 }
 
-void RowBuffer::quantize(int index) const {
+void RowBuffer::prepare(const RowKernels& kernels, RowForm form, int index) const {
     const size_t at = index, groups = padded_ / kGroup;
-    quantize_row(row(index), padded_, int8_.as<int8_t>() + at * padded_, scales_.as<float>() + at * groups,
-                 sums_.as<int32_t>() + at * groups);
+    if (form == RowForm::kInt8)
+        kernels.quantize(row(index), padded_, int8_.as<int8_t>() + at * padded_, scales_.as<float>() + at * groups,
+                         sums_.as<int32_t>() + at * groups);
+    if (form == RowForm::kFloat) kernels.widen(row(index), padded_, floats_.as<float>() + at * stride_);
 }
 
 Activations RowBuffer::view() const {
-    return {bf16_.as<uint16_t>(), stride_, int8_.as<int8_t>(), padded_, scales_.as<float>(), sums_.as<int32_t>(),
-            padded_ / kGroup};
+    return {bf16_.as<uint16_t>(),  floats_.as<float>(),  stride_,       int8_.as<int8_t>(), padded_,
+            scales_.as<float>(), sums_.as<int32_t>(), padded_ / kGroup};
 }
 
 Decoder::Decoder(const DecoderConfig& config)
     : config_(config),
+      kernels_(kernels_for(config.isa)),
       cache_{config.num_kv_heads, config.head_size, config.block_size},
-      pool_(config.num_threads, release_tiles),
+      pool_(config.num_threads, kernels_.products.release_tiles),
       layers_(config.num_layers),
-      plan_(cache_, config.num_heads) {
+      plan_(kernels_.attention, cache_, config.num_heads) {
     normed_.set_width(config.hidden_size);
     attended_.set_width(config.num_heads * config.head_size);
     activated_.set_width(config.intermediate_size);
@@ -146,10 +89,10 @@ bool Decoder::reserve(int num_rows) {
     if (scratch_stride_ == 0) {
         // Attention's, and a rotated query after it.
         const size_t query_bytes = sizeof(uint16_t) * config_.num_heads * config_.head_size;
-        size_t most = rounded(attention_scratch_bytes(config_.head_size)) + query_bytes;
-        most = std::max(most, product_scratch_bytes(head_));
+        size_t most = rounded(kernels_.attention.scratch_bytes(config_.head_size)) + query_bytes;
+        most = std::max(most, kernels_.products.scratch_bytes(head_));
         for (const auto& layer : layers_)
-            for (const auto& matrix : layer.matrices) most = std::max(most, product_scratch_bytes(matrix));
+            for (const auto& matrix : layer.matrices) most = std::max(most, kernels_.products.scratch_bytes(matrix));
         if (!scratch_.reserve(rounded(most) * pool_.num_threads())) return false;
         scratch_stride_ = rounded(most);
     }
@@ -168,17 +111,17 @@ void Decoder::multiply(const Matrix& matrix, const RowBuffer& x, int num_rows, c
     pool_.run(num_chunks, [&](int chunk, int thread) {
         uint8_t* scratch = scratch_.as<uint8_t>() + thread * scratch_stride_;
         const int end = std::min((chunk + 1) * per_chunk, matrix.num_strips);
-        multiply_strips(matrix, rows, num_rows, chunk * per_chunk, end, config_.isa, scratch, sink);
+        kernels_.products.multiply(matrix, rows, num_rows, chunk * per_chunk, end, config_.isa, scratch, sink);
     });
 }
 
 void Decoder::norm_rows(const Step& step, const std::vector<float>& weight, const Matrix& next) {
-    const bool quantizes = uses_int8(next.format, step.num_tokens, config_.isa);
+    const RowForm form = row_form(next, step.num_tokens);
     pool_.run((step.num_tokens + kNormRows - 1) / kNormRows, [&](int chunk, int) {
         for (int t = chunk * kNormRows; t < std::min((chunk + 1) * kNormRows, step.num_tokens); ++t) {
-            norm_row(hidden_.as<float>() + static_cast<size_t>(t) * config_.hidden_size, weight.data(),
-                     config_.hidden_size, config_.rms_norm_eps, normed_.row(t));
-            if (quantizes) normed_.quantize(t);
+            kernels_.rows.norm(hidden_.as<float>() + static_cast<size_t>(t) * config_.hidden_size, weight.data(),
+                               config_.hidden_size, config_.rms_norm_eps, normed_.row(t));
+            normed_.prepare(kernels_.rows, form, t);
         }
     });
 }
@@ -190,8 +133,9 @@ void Decoder::rotate_query(const Step& step, int layer, int token, int kv_head, 
     const float* query = qkv_row(token) + kv_head * heads_per_kv * head_size;
     const size_t angle = static_cast<size_t>(step.positions[token]) * (head_size / 2);
     for (int head = 0; head < heads_per_kv; ++head)
-        rotate_head(query + head * head_size, weight.empty() ? nullptr : weight.data(), config_.rms_norm_eps,
-                    step.cos + angle, step.sin + angle, head_size, out + head * head_size);
+        kernels_.rows.rotate_head(query + head * head_size, weight.empty() ? nullptr : weight.data(),
+                                  config_.rms_norm_eps, step.cos + angle, step.sin + angle, head_size,
+                                  out + head * head_size);
 }
 
 void Decoder::write_key_value(const Step& step, int layer, int token, int kv_head) const {
@@ -202,10 +146,11 @@ void Decoder::write_key_value(const Step& step, int layer, int token, int kv_hea
     const size_t angle = static_cast<size_t>(step.positions[token]) * (head_size / 2);
     // Heads of more than 512 elements are refused at creation.
     alignas(64) uint16_t key[512], value[512];
-    rotate_head(raw_key, weight.empty() ? nullptr : weight.data(), config_.rms_norm_eps, step.cos + angle,
-                step.sin + angle, head_size, key);
-    for (int d = 0; d < head_size; d += 16) store_bf16(value + d, _mm512_loadu_ps(raw_value + d));
-    write_cache(cache_, step.keys[layer], step.values[layer], step.slot_mapping[token], kv_head, key, value);
+    kernels_.rows.rotate_head(raw_key, weight.empty() ? nullptr : weight.data(), config_.rms_norm_eps, step.cos + angle,
+                              step.sin + angle, head_size, key);
+    kernels_.rows.round(raw_value, head_size, value);
+    kernels_.attention.write_cache(cache_, step.keys[layer], step.values[layer], step.slot_mapping[token], kv_head, key,
+                                   value);
 }
 
 void Decoder::attention(const Step& step, int layer) {
@@ -230,7 +175,7 @@ void Decoder::attention(const Step& step, int layer) {
         const uint16_t* query = queries + static_cast<size_t>(token) * query_size + offset;
         if (work.row < step.num_decodes) {
             // Each split rotates the query for itself, the last one sees the new key.
-            uint16_t* rotated = reinterpret_cast<uint16_t*>(scratch + rounded(attention_scratch_bytes(config_.head_size)));
+            uint16_t* rotated = reinterpret_cast<uint16_t*>(scratch + rounded(kernels_.attention.scratch_bytes(config_.head_size)));
             for (int k = 0; k < work.num_kv_heads; ++k) {
                 rotate_query(step, layer, token, work.kv_head + k, rotated + k * kv_size);
                 if (work.is_last_split) write_key_value(step, layer, token, work.kv_head + k);
@@ -253,40 +198,46 @@ bool Decoder::forward(const Step& step) {
     pool_.run(num_tokens, [&](int t, int) {
         embedding.unpack_column(static_cast<int>(step.token_ids[t]), hidden + static_cast<size_t>(t) * hidden_size);
     });
-    const auto quantize = [&](const RowBuffer& rows, const Matrix& next) {
-        if (uses_int8(next.format, num_tokens, config_.isa)) pool_.run(num_tokens, [&](int t, int) { rows.quantize(t); });
+    const RowKernels& kernels = kernels_.rows;
+    const auto prepare = [&](const RowBuffer& rows, const Matrix& next) {
+        const RowForm form = row_form(next, num_tokens);
+        if (form == RowForm::kBf16) return;
+        pool_.run((num_tokens + kNormRows - 1) / kNormRows, [&](int chunk, int) {
+            for (int t = chunk * kNormRows; t < std::min((chunk + 1) * kNormRows, num_tokens); ++t)
+                rows.prepare(kernels, form, t);
+        });
     };
     for (int index = 0; index < config_.num_layers; ++index) {
         const Layer& layer = layers_[index];
         const Matrix* matrices = layer.matrices;
         norm_rows(step, layer.vectors[kInputNorm], matrices[kQkv]);
         times_.mark(Phase::kSmall);
-        multiply(matrices[kQkv], normed_, num_tokens, FloatSink(matrices[kQkv], qkv_.as<float>(), false));
+        multiply(matrices[kQkv], normed_, num_tokens, FloatSink(kernels, matrices[kQkv], qkv_.as<float>(), false));
         times_.mark(Phase::kProducts);
         attention(step, index);
         times_.mark(Phase::kAttention);
-        quantize(attended_, matrices[kOutput]);
+        prepare(attended_, matrices[kOutput]);
         times_.mark(Phase::kSmall);
-        multiply(matrices[kOutput], attended_, num_tokens, FloatSink(matrices[kOutput], hidden, true));
+        multiply(matrices[kOutput], attended_, num_tokens, FloatSink(kernels, matrices[kOutput], hidden, true));
         times_.mark(Phase::kProducts);
         norm_rows(step, layer.vectors[kPostAttentionNorm], matrices[kGateUp]);
         times_.mark(Phase::kSmall);
-        multiply(matrices[kGateUp], normed_, num_tokens, GatedSink(matrices[kGateUp], activated_));
+        multiply(matrices[kGateUp], normed_, num_tokens, GatedSink(kernels, matrices[kGateUp], activated_));
         times_.mark(Phase::kProducts);
-        quantize(activated_, matrices[kDown]);
+        prepare(activated_, matrices[kDown]);
         times_.mark(Phase::kSmall);
-        multiply(matrices[kDown], activated_, num_tokens, FloatSink(matrices[kDown], hidden, true));
+        multiply(matrices[kDown], activated_, num_tokens, FloatSink(kernels, matrices[kDown], hidden, true));
         times_.mark(Phase::kProducts);
     }
     pool_.run((num_tokens + kNormRows - 1) / kNormRows, [&](int chunk, int) {
         for (int t = chunk * kNormRows; t < std::min((chunk + 1) * kNormRows, num_tokens); ++t) {
             const size_t at = static_cast<size_t>(t) * hidden_size;
-            norm_row(hidden + at, final_norm_.data(), hidden_size, config_.rms_norm_eps, step.hidden + at);
+            kernels.norm(hidden + at, final_norm_.data(), hidden_size, config_.rms_norm_eps, step.hidden + at);
         }
     });
     times_.mark(Phase::kSmall);
     pool_.end();
-    release_tiles();
+    kernels_.products.release_tiles();
     return true;
 }
 
@@ -297,7 +248,7 @@ size_t Decoder::read_weights() {
     for (const auto& region : arena_.regions()) {
         const size_t used = region.used / kUnit * kUnit;
         pool_.run(static_cast<int>((used + kChunk - 1) / kChunk), [&](int chunk, int) {
-            read_bytes(region.begin + chunk * kChunk, std::min(kChunk, used - chunk * kChunk));
+            kernels_.products.read_bytes(region.begin + chunk * kChunk, std::min(kChunk, used - chunk * kChunk));
         });
         num_bytes += used;
     }
@@ -309,15 +260,15 @@ bool Decoder::compute_logits(const uint16_t* hidden, int num_rows, float* logits
     if (!reserve(num_rows)) return false;
     pool_.begin();
     times_.start();
-    const bool quantizes = uses_int8(head_.format, num_rows, config_.isa);
+    const RowForm form = row_form(head_, num_rows);
     for (int r = 0; r < num_rows; ++r) {
         std::memcpy(normed_.row(r), hidden + static_cast<size_t>(r) * config_.hidden_size, 2 * config_.hidden_size);
-        if (quantizes) normed_.quantize(r);
+        normed_.prepare(kernels_.rows, form, r);
     }
-    multiply(head_, normed_, num_rows, FloatSink(head_, logits, false));
+    multiply(head_, normed_, num_rows, FloatSink(kernels_.rows, head_, logits, false));
     times_.mark(Phase::kHead);
     pool_.end();
-    release_tiles();
+    kernels_.products.release_tiles();
     return true;
 }
 

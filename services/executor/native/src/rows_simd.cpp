@@ -1,0 +1,90 @@
+#include "rows.h"
+
+#include "matrix.h"
+#include "simd.h"
+
+namespace quartet::QUARTET_ISA {
+namespace {
+
+float inverse_rms(const float* x, int count, float eps) {
+    Floats squares = zeros();
+    for (int i = 0; i < count; i += 16) {
+        const Floats v = load_some(x + i, count - i);
+        squares = fma(v, v, squares);
+    }
+    return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(count) + eps);
+}
+
+void norm(const float* x, const float* weight, int count, float eps, uint16_t* out) {
+    const Floats factor = all(inverse_rms(x, count, eps));
+    for (int i = 0; i < count; i += 16) {
+        const Floats v = mul(load_some(x + i, count - i), factor);
+        store_bf16_some(out + i, mul(v, load_some(weight + i, count - i)), count - i);
+    }
+}
+
+void rotate_head(const float* x, const float* norm_weight, float eps, const float* cos, const float* sin, int head_size,
+                 uint16_t* out) {
+    const int half = head_size / 2;
+    const Floats factor = all(norm_weight ? inverse_rms(x, head_size, eps) : 1.0f);
+    for (int i = 0; i < half; i += 16) {
+        Floats a = load(x + i), b = load(x + half + i);
+        if (norm_weight) {
+            a = mul(mul(a, factor), load(norm_weight + i));
+            b = mul(mul(b, factor), load(norm_weight + half + i));
+        }
+        const Floats c = load(cos + i), s = load(sin + i);
+        store_bf16(out + i, fms(a, c, mul(b, s)));
+        store_bf16(out + half + i, fma(b, c, mul(a, s)));
+    }
+}
+
+void round(const float* x, int count, uint16_t* out) {
+    for (int i = 0; i < count; i += 16) store_bf16(out + i, load(x + i));
+}
+
+void store_rows(const float* values, int num_rows, const float* bias, int count, float* out, size_t stride) {
+    for (int r = 0; r < num_rows; ++r, values += kStrip, out += stride)
+        for (int c = 0; c < count; c += 16) store_some(out + c, add(load(values + c), load(bias + c)), count - c);
+}
+
+void add_rows(const float* values, int num_rows, const float* bias, int count, float* out, size_t stride) {
+    for (int r = 0; r < num_rows; ++r, values += kStrip, out += stride)
+        for (int c = 0; c < count; c += 16) {
+            const Floats product = add(load(values + c), load(bias + c));
+            store_some(out + c, add(product, load_some(out + c, count - c)), count - c);
+        }
+}
+
+void gate_rows(const float* values, int num_rows, const float* bias, int count, uint16_t* out, size_t stride) {
+    const Floats gate_bias = load(bias), up_bias = load(bias + 16);
+    for (int r = 0; r < num_rows; ++r, values += kStrip, out += stride) {
+        const Floats gate = add(load(values), gate_bias), up = add(load(values + 16), up_bias);
+        store_bf16_some(out, mul(silu(gate), up), count);
+    }
+}
+
+void quantize(const uint16_t* row, int padded_inner, int8_t* units, float* scales, int32_t* sums) {
+    for (int g = 0; g < padded_inner / kGroup; ++g) {
+        const Floats a = load_bf16(row + g * kGroup), b = load_bf16(row + g * kGroup + 16);
+        const float most = largest(max(abs(a), abs(b)));
+        // The reciprocal of less would not be finite.
+        const Floats inverse = all(most > 1e-30f ? 127.0f / most : 0.0f);
+        const Ints qa = nearest_ints(mul(a, inverse)), qb = nearest_ints(mul(b, inverse));
+        store_int8(units + g * kGroup, qa);
+        store_int8(units + g * kGroup + 16, qb);
+        // The largest passes over NaN, the result must not.
+        scales[g] = bits(unordered(a, b)) ? __builtin_nanf("") : most / 127.0f;
+        sums[g] = sum(add(qa, qb));
+    }
+}
+
+void widen(const uint16_t* row, int padded_inner, float* out) {
+    for (int k = 0; k < padded_inner; k += 16) store(out + k, load_bf16(row + k));
+}
+
+}  // namespace
+
+const RowKernels kRows = {norm, rotate_head, round, store_rows, add_rows, gate_rows, quantize, widen};
+
+}  // namespace quartet::QUARTET_ISA
