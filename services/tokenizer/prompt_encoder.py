@@ -7,6 +7,9 @@ from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.shared.messages import ChatPrompt, ErrorCode, ModelInfo, Prompt, TextPrompt
 from quartet.shared.sampling_params import InvalidField, SamplingParams, ToolParams, validate_token_ids
 
+# Of more than this nobody is told the tokens one by one: the answer would hold up the gateway, and who waits there.
+MAX_TOLD_TOKENS = 2**18
+
 
 class Refusal(Exception):
     """Why a request or call is not served, as it is told to the client."""
@@ -61,6 +64,15 @@ class PromptEncoder:
             raise Refusal(ErrorCode.INVALID_ARGUMENT, str(error), error.field) from error
         except NoChatTemplate as error:
             raise Refusal(ErrorCode.FAILED_PRECONDITION, str(error), "messages") from error
+
+    def encode_to_tell(self, prompt: Prompt, tools: ToolParams | None = None) -> list[int]:
+        """As `encode`, for a client that wants to see the tokens. Raises Refusal."""
+        token_ids = self.encode(prompt, None, tools)
+        if len(token_ids) > MAX_TOLD_TOKENS:
+            field = prompt_field(prompt)
+            text = f"{field}: has {len(token_ids)} tokens, and at most {MAX_TOLD_TOKENS} are told"
+            raise Refusal(ErrorCode.INVALID_ARGUMENT, text, field)
+        return token_ids
 
     def _check_bytes(self, num_bytes: int, field: str) -> None:
         if num_bytes > self._max_prompt_bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from quartet.services.tokenizer import prompt_encoder
 from quartet.services.tokenizer.chat_template import ChatTemplate
 from quartet.services.tokenizer.loaded import LoadedTokenizer
 from quartet.services.tokenizer.prompt_encoder import PromptEncoder, Refusal, check_request
@@ -29,6 +30,15 @@ def test_a_chat_is_encoded_without_extra_specials(tiny_factory: Callable[..., Lo
     assert encoder(loaded).encode(TextPrompt("a"), None) == [0, 100]
     assert encoder(loaded).encode(TextPrompt("a", add_special_tokens=False), None) == [100]
     assert encoder(loaded).encode(TokensPrompt([5]), None) == [5]
+
+
+def test_tokens_are_told_up_to_a_number(tiny: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_encoder, "MAX_TOLD_TOKENS", 3)
+    assert len(encoder(tiny).encode_to_tell(TextPrompt("abc"))) == 3
+    with pytest.raises(Refusal, match="prompt: has 4 tokens, and at most 3") as caught:
+        encoder(tiny).encode_to_tell(TextPrompt("abcd"))
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_ARGUMENT, "prompt")
+    assert len(encoder(tiny).encode(TextPrompt("abcd"), None)) == 4
 
 
 def test_errors_have_a_code_and_a_field(tiny: LoadedTokenizer) -> None:
