@@ -271,7 +271,7 @@ class TokenizerService:
 
     def encode(self, gateway: Peer, call: Encode) -> None:
         def work() -> Encoded:
-            ids = self._encoder.encode(call.prompt, None, call.tools)
+            ids = self._encoder.encode_to_tell(call.prompt, call.tools)
             return Encoded(call.call_id, ids, [self._loaded.bytes_of(i) for i in ids])
 
         self._answer(gateway, call.call_id, self._encoder.size(call.prompt), work)
