@@ -34,11 +34,11 @@ def test_a_chat_is_encoded_without_extra_specials(tiny_factory: Callable[..., Lo
 
 def test_tokens_are_told_up_to_a_number(tiny: LoadedTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_encoder, "MAX_TOLD_TOKENS", 3)
-    assert len(encoder(tiny).encode_to_tell(TextPrompt("abc"))) == 3
+    assert len(encoder(tiny).encode_to_tell(TextPrompt("zqx"))) == 3
     with pytest.raises(Refusal, match="prompt: has 4 tokens, and at most 3") as caught:
-        encoder(tiny).encode_to_tell(TextPrompt("abcd"))
+        encoder(tiny).encode_to_tell(TextPrompt("zqxz"))
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_ARGUMENT, "prompt")
-    assert len(encoder(tiny).encode(TextPrompt("abcd"), None)) == 4
+    assert len(encoder(tiny).encode(TextPrompt("zqxz"), None)) == 4
 
 
 def test_errors_have_a_code_and_a_field(tiny: LoadedTokenizer) -> None:
