@@ -12,6 +12,10 @@ import torch
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
+# By a byte of bits: inf for what is allowed.
+_CEILINGS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
+_CEILINGS = _CEILINGS.astype(np.float32)
+
 # Few are the tokens of a row of which no more 64-bit words than these have any.
 FEW_WORDS = 256
 
@@ -41,8 +45,8 @@ def keep_allowed(logits: torch.Tensor, allowed: AllowedTokens) -> None:
     if logits.device.type == "cpu":
         array = logits.numpy()
         forbidden = np.unpackbits(~allowed.bits, axis=1, count=width, bitorder="little").view(bool)
-        for place, where in zip(allowed.places.tolist(), forbidden, strict=True):
-            _leave_out(array[place], where)
+        for place, where, bits in zip(allowed.places.tolist(), forbidden, allowed.bits, strict=True):
+            _leave_out(array[place], where, bits)
         return
     places = torch.from_numpy(allowed.places).to(logits.device, non_blocking=True)
     forbidden_bits = torch.from_numpy(~allowed.bits).to(logits.device, non_blocking=True)
@@ -81,8 +85,8 @@ def pick_few(logits: torch.Tensor, allowed: AllowedTokens) -> tuple[FewTokens | 
     return FewTokens(places, table, torch.from_numpy(values)), rest
 
 
-def _leave_out(row: npt.NDArray[np.float32], where: BoolArray) -> None:
-    """-inf at each `where` [V]. Mostly it is few places or nearly all."""
+def _leave_out(row: npt.NDArray[np.float32], where: BoolArray, bits: npt.NDArray[np.uint8]) -> None:
+    """-inf at each `where` [V], which `bits` [W] does not name. Mostly it is few places or nearly all."""
     count = np.count_nonzero(where)
     if count <= len(row) >> 3:
         row[where.nonzero()[0]] = -math.inf
@@ -92,4 +96,5 @@ def _leave_out(row: npt.NDArray[np.float32], where: BoolArray) -> None:
         row.fill(-math.inf)
         row[ids] = values
     else:
-        np.copyto(row, -math.inf, where=where)
+        # A NaN where nothing is allowed is left out too.
+        np.fmin(row, _CEILINGS.take(bits, axis=0).reshape(-1)[: len(row)], out=row)
