@@ -138,8 +138,8 @@ QUARTET_API int quartet_multiply(int isa, int format, int num_columns, int num_i
         for (int k = 0; k < num_inner; ++k) rows.row(r)[k] = x[static_cast<size_t>(r) * num_inner + k];
         rows.prepare(kernels.rows, kernels.products.row_form(matrix.format, num_rows, isa), r);
     }
-    kernels.products.multiply(matrix, rows.view(), num_rows, 0, matrix.num_strips, isa, scratch.as<uint8_t>(),
-                              PlainSink(out, num_columns));
+    kernels.products.multiply(matrix, rows.view(), num_rows, 0, matrix.num_strips, false, isa,
+                              scratch.as<uint8_t>(), PlainSink(out, num_columns));
     kernels.products.release_tiles();
     return 1;
 }

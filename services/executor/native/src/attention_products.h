@@ -11,6 +11,7 @@ namespace quartet::QUARTET_ISA {
 // Pages whose scores are held at a time.
 constexpr int kChunkPages = 8;
 constexpr int kBlockRows = 16;
+constexpr int kFewTileRows = 8;
 // Scores' rows a power of two apart would share few sets of the first cache.
 constexpr int kScoreStride = kChunkPages * kPage + 16;
 

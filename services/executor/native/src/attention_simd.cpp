@@ -8,7 +8,7 @@ namespace quartet::QUARTET_ISA {
 namespace {
 
 // Up to so many rows vectors are the faster ones, with AMX at hand: a tile of few rows costs as much as a full one.
-constexpr int kVectorRows = 6;
+constexpr int kVectorRows = 2;
 constexpr float kMinusInfinity = -__builtin_inff();
 // Powers of two that a score may be above the row's base before what was summed is scaled down to a new one.
 constexpr float kSlack = 6.0f;

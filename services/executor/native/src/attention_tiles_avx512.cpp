@@ -6,14 +6,17 @@ namespace {
 
 // 0-3 sums [16, 16], 4 query [16, 32] or weights' operand of keys 5 [16 pairs, 16], 6 weights [16, 16], 7 values
 // [8 pairs, 16].
-void configure_attention_tiles() {
-    if (current_tiles == kBlockRows) return;
+void configure_attention_tiles(int num_rows) {
+    // A product takes a cycle for each row. Blocks of many rows have one configuration: to change it costs more.
+    if (num_rows > kFewTileRows) num_rows = kBlockRows;
+    if (current_tiles == num_rows) return;
     TileConfig config;
-    for (int tile = 0; tile < 6; ++tile) config.set(tile, kBlockRows, 64);
-    config.set(6, kBlockRows, 32);
+    for (int tile = 0; tile < 5; ++tile) config.set(tile, num_rows, 64);
+    config.set(5, kBlockRows, 64);
+    config.set(6, num_rows, 32);
     config.set(7, 8, 64);
     _tile_loadconfig(&config);
-    current_tiles = kBlockRows;
+    current_tiles = num_rows;
 }
 
 // 1 KiB, as much as a tile.
@@ -24,7 +27,7 @@ inline void ask_tile(const uint16_t* lines) {
 }  // namespace
 
 void score_tiles(const Chunk& chunk) {
-    configure_attention_tiles();
+    configure_attention_tiles(chunk.num_rows);
     const int head_size = chunk.head_size;
     for (int page = 0; page < chunk.num_pages; page += 4) {
         const uint16_t *const *keys = chunk.keys + page, *const *values = chunk.values + page;
@@ -56,7 +59,7 @@ void score_tiles(const Chunk& chunk) {
 }
 
 void mix_tiles(const Chunk& chunk) {
-    configure_attention_tiles();
+    configure_attention_tiles(chunk.num_rows);
     const long stride = 4L * chunk.head_size;
     int d = 0;
     for (; d + 64 <= chunk.head_size; d += 64) {

@@ -111,7 +111,9 @@ void Decoder::multiply(const Matrix& matrix, const RowBuffer& x, int num_rows, c
     pool_.run(num_chunks, [&](int chunk, int thread) {
         uint8_t* scratch = scratch_.as<uint8_t>() + thread * scratch_stride_;
         const int end = std::min((chunk + 1) * per_chunk, matrix.num_strips);
-        kernels_.products.multiply(matrix, rows, num_rows, chunk * per_chunk, end, config_.isa, scratch, sink);
+        const bool continues = pool_.continues(num_chunks, chunk, thread);
+        kernels_.products.multiply(matrix, rows, num_rows, chunk * per_chunk, end, continues, config_.isa, scratch,
+                                   sink);
     });
 }
 

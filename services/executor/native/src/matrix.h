@@ -84,9 +84,9 @@ struct ProductKernels {
     RowForm (*row_form)(Format format, int num_rows, int isa);
     // Bytes of scratch memory that `multiply` needs per thread.
     size_t (*scratch_bytes)(const Matrix& matrix);
-    // Strips [first, end) of x W^T for num_rows rows of x.
-    void (*multiply)(const Matrix& matrix, const Activations& x, int num_rows, int first, int end, int isa,
-                     uint8_t* scratch, const Sink& sink);
+    // Strips [first, end) of x W^T for num_rows rows of x; `continues` where the thread reads strip `end` next.
+    void (*multiply)(const Matrix& matrix, const Activations& x, int num_rows, int first, int end, bool continues,
+                     int isa, uint8_t* scratch, const Sink& sink);
     // Reads num_bytes (a multiple of 256) and does no more: what a product with few rows takes at best.
     void (*read_bytes)(const uint8_t* data, size_t num_bytes);
     // AMX holds a configuration per thread: released so that the system need not save the tiles.

@@ -23,7 +23,8 @@ void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
 
 }  // namespace
 
-Pool::Pool(int num_threads, void (*on_idle)()) : on_idle_(on_idle) {
+Pool::Pool(int num_threads, void (*on_idle)())
+    : num_threads_(num_threads), ranges_(new Range[num_threads]), on_idle_(on_idle) {
     for (int thread = 1; thread < num_threads; ++thread) workers_.emplace_back([this, thread] { work(thread); });
 }
 
@@ -48,9 +49,14 @@ void Pool::run_function(int num_chunks, Function function, const void* context) 
     // The last job is done, so nobody reads these now.
     function_.store(function, std::memory_order_relaxed);
     context_.store(context, std::memory_order_relaxed);
+    num_chunks_.store(num_chunks, std::memory_order_relaxed);
     num_done_.store(0, std::memory_order_relaxed);
-    const uint64_t epoch = (state_.load(std::memory_order_relaxed) >> 2 * kChunkBits) + 1;
-    state_.store(epoch << 2 * kChunkBits | static_cast<uint64_t>(num_chunks) << kChunkBits);
+    ++epoch_;
+    for (int thread = 0, first = 0; thread < num_threads(); ++thread) {
+        const uint64_t end = range_end(num_chunks, thread);
+        ranges_[thread].word.store(epoch_ << 2 * kChunkBits | end << kChunkBits | first);
+        first = static_cast<int>(end);
+    }
     if (num_asleep_.load() > 0) wake_workers();
     while (take_chunk(0)) {
     }
@@ -79,17 +85,25 @@ void Pool::wake_workers() {
 }
 
 bool Pool::take_chunk(int thread) {
-    uint64_t state = state_.load(std::memory_order_acquire);
+    if (take_from(ranges_[thread], true, thread)) return true;
+    for (int i = 1; i < num_threads(); ++i)
+        if (take_from(ranges_[(thread + i) % num_threads()], false, thread)) return true;
+    return false;
+}
+
+bool Pool::take_from(Range& range, bool own, int thread) {
+    uint64_t word = range.word.load(std::memory_order_acquire);
     for (;;) {
-        const uint64_t chunk = state & kChunkMask, num_chunks = state >> kChunkBits & kChunkMask;
-        if (chunk >= num_chunks) return false;
+        const uint64_t next = word & kChunkMask, end = word >> kChunkBits & kChunkMask;
+        if (next >= end) return false;
         // Of this job if the exchange succeeds: a job with a chunk left is not followed by another.
         const Function function = function_.load(std::memory_order_relaxed);
         const void* context = context_.load(std::memory_order_relaxed);
-        if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel, std::memory_order_acquire))
-            continue;
-        function(context, static_cast<int>(chunk), thread);
-        if (num_done_.fetch_add(1) + 1 == static_cast<int>(num_chunks) && caller_asleep_.load()) {
+        const int num_chunks = num_chunks_.load(std::memory_order_relaxed);
+        const uint64_t left = own ? word + 1 : word - (uint64_t{1} << kChunkBits);
+        if (!range.word.compare_exchange_weak(word, left, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+        function(context, static_cast<int>(own ? next : end - 1), thread);
+        if (num_done_.fetch_add(1) + 1 == num_chunks && caller_asleep_.load()) {
             ends_.fetch_add(1);
             futex(ends_, FUTEX_WAKE, 1);
         }
@@ -98,8 +112,11 @@ bool Pool::take_chunk(int thread) {
 }
 
 bool Pool::has_chunk() const {
-    const uint64_t state = state_.load();
-    return (state & kChunkMask) < (state >> kChunkBits & kChunkMask);
+    for (int thread = 0; thread < num_threads(); ++thread) {
+        const uint64_t word = ranges_[thread].word.load();
+        if ((word & kChunkMask) < (word >> kChunkBits & kChunkMask)) return true;
+    }
+    return false;
 }
 
 void Pool::work(int thread) {

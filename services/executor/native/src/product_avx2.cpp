@@ -276,7 +276,7 @@ RowForm row_form(Format format, int, int) { return format == Format::kBf16 ? Row
 
 size_t scratch_bytes(const Matrix&) { return 0; }
 
-void multiply(const Matrix& matrix, const Activations& x, int num_rows, int strip, int end, int isa, uint8_t*,
+void multiply(const Matrix& matrix, const Activations& x, int num_rows, int strip, int end, bool, int isa, uint8_t*,
               const Sink& sink) {
     alignas(64) float values[kRowBlock * kStrip];
     const bool vnni = isa & kAvxVnni;

@@ -35,23 +35,26 @@ bool uses_tiles(Format format, int num_rows, int isa) {
 
 // --- bf16, vectors --------------------------------------------------------------------------------
 
-// `Strips` strips side by side: one stream of reads does not fill the memory's queue.
+// `Strips` strips side by side: one stream of reads does not fill the memory's queue. Past a strip's end `ahead` bytes
+// further are asked for.
 template <int Rows, int Unroll, int Strips = 1>
-void bf16_rows(const uint8_t* strip, const uint16_t* x, int stride, int num_pairs, float* out) {
+void bf16_rows(const uint8_t* strip, const uint16_t* x, int stride, int num_pairs, float* out, ptrdiff_t ahead = 0) {
     __m512 sum[Unroll][Strips][Rows][2];
     for (auto& part : sum)
         for (auto& one : part)
             for (auto& row : one) row[0] = row[1] = _mm512_setzero_ps();
     const size_t strip_bytes = (size_t)num_pairs * 128;
     // padded_inner is a multiple of 32, so there are whole rounds.
+    ptrdiff_t asked = kPrefetchBytes;
     for (int pair = 0; pair < num_pairs; pair += Unroll) {
+        if (pair == num_pairs - kPrefetchBytes / 128) asked += ahead;
 #pragma GCC unroll 4
         for (int u = 0; u < Unroll; ++u) {
 #pragma GCC unroll 4
             for (int s = 0; s < Strips; ++s) {
                 const uint8_t* line = strip + s * strip_bytes + (size_t)(pair + u) * 128;
-                _mm_prefetch((const char*)line + kPrefetchBytes, _MM_HINT_T0);
-                _mm_prefetch((const char*)line + kPrefetchBytes + 64, _MM_HINT_T0);
+                _mm_prefetch((const char*)line + asked, _MM_HINT_T0);
+                _mm_prefetch((const char*)line + asked + 64, _MM_HINT_T0);
                 const __m512i w0 = _mm512_load_si512(line), w1 = _mm512_load_si512(line + 64);
 #pragma GCC unroll 12
                 for (int r = 0; r < Rows; ++r) {
@@ -98,14 +101,16 @@ inline void dot_int8(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes)
 }
 
 template <int Rows, int Strips = 1>
-void int8_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out) {
+void int8_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out, ptrdiff_t ahead = 0) {
     const uint8_t* first = matrix.strip(strip);
     const size_t strip_bytes = matrix.strip_bytes;
     const int num_groups = matrix.padded_inner / kGroup;
     __m512 total[Strips][Rows][2];
     for (auto& part : total)
         for (auto& row : part) row[0] = row[1] = _mm512_setzero_ps();
+    ptrdiff_t asked = kPrefetchBytes;
     for (int g = 0; g < num_groups; ++g, first += kInt8GroupBytes) {
+        if (g == num_groups - (int)(kPrefetchBytes / kInt8GroupBytes)) asked += ahead;
         __m512i sum[Strips][Rows][2];
 #pragma GCC unroll 8
         for (int r = 0; r < Rows; ++r)
@@ -119,8 +124,8 @@ void int8_rows(const Matrix& matrix, int strip, const Activations& x, int first_
 #pragma GCC unroll 4
             for (int s = 0; s < Strips; ++s) {
                 const uint8_t* line = first + s * strip_bytes + 2 * kStrip + quad * 128;
-                _mm_prefetch((const char*)line + kPrefetchBytes, _MM_HINT_T0);
-                _mm_prefetch((const char*)line + kPrefetchBytes + 64, _MM_HINT_T0);
+                _mm_prefetch((const char*)line + asked, _MM_HINT_T0);
+                _mm_prefetch((const char*)line + asked + 64, _MM_HINT_T0);
                 const __m512i w0 = _mm512_load_si512(line), w1 = _mm512_load_si512(line + 64);
 #pragma GCC unroll 8
                 for (int r = 0; r < Rows; ++r) {
@@ -148,47 +153,56 @@ void int8_rows(const Matrix& matrix, int strip, const Activations& x, int first_
             for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + (s * Rows + r) * kStrip + h * 16, total[s][r][h]);
 }
 
-template <int Rows>
-void int4_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out) {
-    const uint8_t* group = matrix.strip(strip);
+template <int Rows, int Strips = 1>
+void int4_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out, ptrdiff_t ahead = 0) {
+    const uint8_t* first = matrix.strip(strip);
+    const size_t strip_bytes = matrix.strip_bytes;
     const int num_groups = matrix.padded_inner / kGroup;
     const __m512i low = _mm512_set1_epi8(15);
-    __m512 total[Rows][2];
-    for (auto& row : total) row[0] = row[1] = _mm512_setzero_ps();
-    for (int g = 0; g < num_groups; ++g, group += kInt4GroupBytes) {
-        for (size_t line = 0; line < kInt4GroupBytes; line += 64)
-            _mm_prefetch((const char*)group + kPrefetchBytes + line, _MM_HINT_T0);
-        const uint16_t* header = reinterpret_cast<const uint16_t*>(group);
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; ++h) {
-            const uint8_t* lines = group + 128 + h * 256;
-            __m512i sum[Rows];
-#pragma GCC unroll 8
-            for (int r = 0; r < Rows; ++r) sum[r] = _mm512_setzero_si512();
+    __m512 total[Strips][Rows][2];
+    for (auto& part : total)
+        for (auto& row : part) row[0] = row[1] = _mm512_setzero_ps();
+    ptrdiff_t asked = kPrefetchBytes;
+    for (int g = 0; g < num_groups; ++g, first += kInt4GroupBytes) {
+        if (g == num_groups - (int)(kPrefetchBytes / kInt4GroupBytes)) asked += ahead;
 #pragma GCC unroll 4
-            for (int line = 0; line < 4; ++line) {
-                const __m512i packed = _mm512_load_si512(lines + line * 64);
-                const __m512i w0 = _mm512_and_si512(packed, low);
-                const __m512i w1 = _mm512_and_si512(_mm512_srli_epi16(packed, 4), low);
+        for (int s = 0; s < Strips; ++s) {
+            const uint8_t* group = first + s * strip_bytes;
+            for (size_t line = 0; line < kInt4GroupBytes; line += 64)
+                _mm_prefetch((const char*)group + asked + line, _MM_HINT_T0);
+            const uint16_t* header = reinterpret_cast<const uint16_t*>(group);
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; ++h) {
+                const uint8_t* lines = group + 128 + h * 256;
+                __m512i sum[Rows];
+#pragma GCC unroll 8
+                for (int r = 0; r < Rows; ++r) sum[r] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+                for (int line = 0; line < 4; ++line) {
+                    const __m512i packed = _mm512_load_si512(lines + line * 64);
+                    const __m512i w0 = _mm512_and_si512(packed, low);
+                    const __m512i w1 = _mm512_and_si512(_mm512_srli_epi16(packed, 4), low);
+#pragma GCC unroll 8
+                    for (int r = 0; r < Rows; ++r) {
+                        const int8_t* units = x.int8 + (size_t)(first_row + r) * x.int8_stride + g * kGroup + line * 4;
+                        dot_int8(sum[r], w0, broadcast4(units));
+                        dot_int8(sum[r], w1, broadcast4(units + 16));
+                    }
+                }
+                const __m512 scale = load_fp16(header + h * 16), minimum = load_fp16(header + kStrip + h * 16);
 #pragma GCC unroll 8
                 for (int r = 0; r < Rows; ++r) {
-                    const int8_t* units = x.int8 + (size_t)(first_row + r) * x.int8_stride + g * kGroup + line * 4;
-                    dot_int8(sum[r], w0, broadcast4(units));
-                    dot_int8(sum[r], w1, broadcast4(units + 16));
+                    const size_t at = (size_t)(first_row + r) * x.group_stride + g;
+                    const __m512 units = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), scale,
+                                                         _mm512_mul_ps(minimum, _mm512_set1_ps((float)x.sums[at])));
+                    total[s][r][h] = _mm512_fmadd_ps(units, _mm512_set1_ps(x.scales[at]), total[s][r][h]);
                 }
-            }
-            const __m512 scale = load_fp16(header + h * 16), minimum = load_fp16(header + kStrip + h * 16);
-#pragma GCC unroll 8
-            for (int r = 0; r < Rows; ++r) {
-                const size_t at = (size_t)(first_row + r) * x.group_stride + g;
-                const __m512 units = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r]), scale,
-                                                     _mm512_mul_ps(minimum, _mm512_set1_ps((float)x.sums[at])));
-                total[r][h] = _mm512_fmadd_ps(units, _mm512_set1_ps(x.scales[at]), total[r][h]);
             }
         }
     }
-    for (int r = 0; r < Rows; ++r)
-        for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + r * kStrip + h * 16, total[r][h]);
+    for (int s = 0; s < Strips; ++s)
+        for (int r = 0; r < Rows; ++r)
+            for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + (s * Rows + r) * kStrip + h * 16, total[s][r][h]);
 }
 
 template <int Rows>
@@ -281,17 +295,50 @@ void configure_product_tiles() {
     current_tiles = -1;
 }
 
+// With so many blocks of rows a strip takes longer to multiply than to read: the next one is asked for meanwhile. With
+// fewer it is read as it is multiplied, and to ask so early pushes the cache's keys and values out of theirs. Measured.
+constexpr int kManyBlocks = 3;
+
+// A strip's lines, asked for in two streams and as evenly as may be while another is multiplied.
+class Ahead {
+  public:
+    Ahead(const Matrix& matrix, int strip, int num_steps)
+        : half_(matrix.strip_bytes / 128 * 64),
+          at_(reinterpret_cast<const char*>(matrix.strip(strip))),
+          end_(at_ + half_),
+          lines_((half_ / 64 + num_steps - 1) / num_steps) {}
+
+    // Once for each of the steps.
+    void ask() {
+        for (int line = 0; line < lines_ && at_ < end_; ++line, at_ += 64) {
+            _mm_prefetch(at_, _MM_HINT_T1);
+            _mm_prefetch(at_ + half_, _MM_HINT_T1);
+        }
+    }
+
+  private:
+    size_t half_;
+    const char *at_, *end_;
+    int lines_;
+};
+
+// What is to be read soon while `strip` is.
+inline void ask_for(Ahead* ahead, const uint8_t* strip) {
+    if (ahead) return ahead->ask();
+    for (int line = 0; line < 2048; line += 64) _mm_prefetch((const char*)strip + kPrefetchBytes + line, _MM_HINT_T0);
+}
+
 // 16 or 32 rows of x times the strip; the rows are there, if only as padding.
-void tile_block(const uint8_t* strip, const uint16_t* x, int stride, int padded_inner, int rows, float* out) {
+void tile_block(const uint8_t* strip, const uint16_t* x, int stride, int num_steps, int rows, Ahead* ahead,
+                float* out) {
     const long row_bytes = 2L * stride;
     const uint16_t* lower = x + 16L * stride;
     _tile_zero(0);
     _tile_zero(1);
     if (rows <= 16) {
-        for (int k = 0; k < padded_inner; k += 32, strip += 2048) {
-            for (int line = 0; line < 2048; line += 64)
-                _mm_prefetch((const char*)strip + kPrefetchBytes + line, _MM_HINT_T0);
-            _tile_loadd(4, x + k, row_bytes);
+        for (int step = 0; step < num_steps; ++step, strip += 2048) {
+            ask_for(ahead, strip);
+            _tile_loadd(4, x + step * 32, row_bytes);
             _tile_loadd(6, strip, 128);
             _tile_loadd(7, strip + 64, 128);
             _tile_dpbf16ps(0, 4, 6);
@@ -300,15 +347,14 @@ void tile_block(const uint8_t* strip, const uint16_t* x, int stride, int padded_
     } else {
         _tile_zero(2);
         _tile_zero(3);
-        for (int k = 0; k < padded_inner; k += 32, strip += 2048) {
-            for (int line = 0; line < 2048; line += 64)
-                _mm_prefetch((const char*)strip + kPrefetchBytes + line, _MM_HINT_T0);
-            _tile_loadd(4, x + k, row_bytes);
+        for (int step = 0; step < num_steps; ++step, strip += 2048) {
+            ask_for(ahead, strip);
+            _tile_loadd(4, x + step * 32, row_bytes);
             _tile_loadd(6, strip, 128);
             _tile_loadd(7, strip + 64, 128);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, lower + k, row_bytes);
+            _tile_loadd(5, lower + step * 32, row_bytes);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -319,8 +365,8 @@ void tile_block(const uint8_t* strip, const uint16_t* x, int stride, int padded_
     _tile_stored(1, out + 16, 4 * kStrip);
 }
 
-void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, int strip, int isa, uint8_t* scratch,
-                    const Sink& sink) {
+void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, int strip, bool continues, int isa,
+                    uint8_t* scratch, const Sink& sink) {
     alignas(64) float values[kRowBlock * kStrip];
     const uint8_t* weights = matrix.strip(strip);
     const bool tiles = uses_tiles(matrix.format, num_rows, isa);
@@ -330,11 +376,14 @@ void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, in
         if (matrix.format == Format::kInt4) unpack_int4(weights, matrix.padded_inner, scratch);
         if (matrix.format != Format::kBf16) weights = scratch;
     }
+    const int num_steps = matrix.padded_inner / 32, num_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
+    Ahead next(matrix, strip + 1, num_blocks * num_steps);
+    Ahead* ahead = continues && num_blocks >= kManyBlocks ? &next : nullptr;
     for (int first = 0; first < num_rows; first += kRowBlock) {
         const int rows = num_rows - first < kRowBlock ? num_rows - first : kRowBlock;
         const uint16_t* block = x.bf16 + (size_t)first * x.stride;
         if (tiles) {
-            tile_block(weights, block, x.stride, matrix.padded_inner, rows, values);
+            tile_block(weights, block, x.stride, num_steps, rows, ahead, values);
         } else if (matrix.format == Format::kBf16) {
             bf16_block(weights, block, x.stride, matrix.padded_inner / 2, rows, values);
         } else {
@@ -352,19 +401,25 @@ size_t scratch_bytes(const Matrix& matrix) {
     return matrix.format == Format::kBf16 ? 0 : (size_t)matrix.padded_inner * kStrip * 2;
 }
 
-void multiply(const Matrix& matrix, const Activations& x, int num_rows, int strip, int end, int isa,
+void multiply(const Matrix& matrix, const Activations& x, int num_rows, int strip, int end, bool continues, int isa,
               uint8_t* scratch, const Sink& sink) {
-    if (num_rows == 1 && matrix.format != Format::kInt4) {
+    if (num_rows == 1) {
         alignas(64) float values[kStripsTogether * kStrip];
         for (; strip + kStripsTogether <= end; strip += kStripsTogether) {
+            const bool goes_on = continues || strip + kStripsTogether < end;
+            const ptrdiff_t ahead = goes_on ? (kStripsTogether - 1) * (ptrdiff_t)matrix.strip_bytes : 0;
             if (matrix.format == Format::kBf16)
-                bf16_rows<1, 1, kStripsTogether>(matrix.strip(strip), x.bf16, x.stride, matrix.padded_inner / 2, values);
+                bf16_rows<1, 1, kStripsTogether>(matrix.strip(strip), x.bf16, x.stride, matrix.padded_inner / 2, values,
+                                                 ahead);
+            else if (matrix.format == Format::kInt8)
+                int8_rows<1, kStripsTogether>(matrix, strip, x, 0, values, ahead);
             else
-                int8_rows<1, kStripsTogether>(matrix, strip, x, 0, values);
+                int4_rows<1, kStripsTogether>(matrix, strip, x, 0, values, ahead);
             for (int s = 0; s < kStripsTogether; ++s) sink.take(strip + s, 0, 1, values + s * kStrip);
         }
     }
-    for (; strip < end; ++strip) multiply_strip(matrix, x, num_rows, strip, isa, scratch, sink);
+    for (; strip < end; ++strip)
+        multiply_strip(matrix, x, num_rows, strip, continues || strip + 1 < end, isa, scratch, sink);
 }
 
 void read_bytes(const uint8_t* data, size_t num_bytes) {
