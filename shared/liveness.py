@@ -13,15 +13,33 @@ STALE_AFTER = 3.0
 
 
 class StatusFile:
-    """Rewritten with every heartbeat; a frozen or dead process leaves it stale."""
+    """Says "ready" or not; its time of modification is that of the last heartbeat, so a frozen or dead process
+    leaves it stale. Written anew only when it says something else: that is far dearer than a touch."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        self._said: tuple[bool, bool] | None = None
+        self._inode = 0
 
     def write(self, status: Status) -> None:
-        self._temporary.write_text(json.dumps({"pid": os.getpid(), "at": time.time(), **status._asdict()}))
-        self._temporary.replace(self.path)
+        says = (status.ready, status.draining)
+        if says != self._said or not self._is_ours():
+            self._temporary.write_text(
+                json.dumps({"pid": os.getpid(), "ready": status.ready, "draining": status.draining})
+            )
+            self._inode = self._temporary.stat().st_ino
+            self._temporary.replace(self.path)
+            self._said = says
+        else:
+            os.utime(self.path)
+
+    def _is_ours(self) -> bool:
+        """Not while another process of this role leaves, or comes."""
+        try:
+            return os.stat(self.path).st_ino == self._inode
+        except FileNotFoundError:
+            return False
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -36,9 +54,10 @@ def check(path: str | Path, now: float | None = None) -> str | None:
     """None when the service is ready; else what is wrong, for people."""
     try:
         status = json.loads(Path(path).read_text())
+        beat_at = os.stat(path).st_mtime
     except (OSError, ValueError) as error:
         return f"no status in {path}: {error}"
-    age = (time.time() if now is None else now) - status["at"]
+    age = (time.time() if now is None else now) - beat_at
     if age > STALE_AFTER:
         return f"silent for {age:.1f} s"
     if not status["ready"]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import zmq
 
+from quartet.shared.frames import can_receive, receive, send
 from quartet.shared.link import DialerLink, Handler, Identity, Peer, Status
 from quartet.shared.liveness import StatusFile
 from quartet.shared.messages import Message, Role
@@ -95,14 +96,10 @@ class ThreadDialer:
         """Gives what has arrived to the handler."""
         with self._lock:
             for _ in range(READ_BATCH):
-                if self._socket is None:
-                    return
-                try:
-                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
+                if self._socket is None or not can_receive(self._socket):
                     return
                 self._num_read += 1
-                take(self.link, frames, 2)
+                take(self.link, receive(self._socket), 2)
             # The descriptor tells of what comes, not of what is left.
             os.eventfd_write(self._owner_wakeup if self._attended else self._thread_wakeup, 1)
 
@@ -178,7 +175,7 @@ class ThreadDialer:
             if self._status_file is not None:
                 self._status_file.write(self._status())
         # A send may have swallowed the descriptor's edge.
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if can_receive(self._socket):
             if self._attended:
                 self.wake()
             else:
@@ -190,11 +187,8 @@ class ThreadDialer:
     def _read_monitor(self, monitor: zmq.Socket[bytes], socket: zmq.Socket[bytes]) -> bool:
         """Whether it told anything."""
         told = False
-        while True:
-            try:
-                event = int.from_bytes(monitor.recv_multipart(zmq.NOBLOCK)[0][:2], "little")
-            except zmq.Again:
-                return told
+        while can_receive(monitor):
+            event = int.from_bytes(receive(monitor)[0][:2], "little")
             if event & HANDSHAKE_FAILED:
                 self._complaints.tell(why_not_welcome(event, self._keys))
                 hang_up(socket, self.address)
@@ -203,6 +197,7 @@ class ThreadDialer:
                 self.read()
             tell(self.link, event)
             told = True
+        return told
 
 
 class _ThreadWire:
@@ -213,13 +208,7 @@ class _ThreadWire:
 
     def send(self, route: bytes, session: bytes, payload: bytes) -> bool:
         socket = self._owner._socket
-        if socket is None:
-            return False
-        try:
-            socket.send_multipart([session, payload], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        return True
+        return socket is not None and send(socket, (session, payload))
 
     def wake(self) -> None:
         os.eventfd_write(self._owner._thread_wakeup, 1)

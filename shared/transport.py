@@ -18,6 +18,7 @@ from pathlib import Path
 import zmq
 
 from quartet.shared.curve import BinderKeys, DialerKeys, answer_zap, read_binder_keys, read_dialer_keys
+from quartet.shared.frames import can_receive, receive, send
 from quartet.shared.link import (
     HEARTBEAT_INTERVAL,
     MAX_FRAME_BYTES,
@@ -28,6 +29,7 @@ from quartet.shared.link import (
     Link,
     Peer,
     Status,
+    next_beat,
 )
 from quartet.shared.liveness import StatusFile
 from quartet.shared.log import get_logger
@@ -45,6 +47,8 @@ READ_BATCH = 256
 # A ROUTER forgets a lost connection a moment before or after its monitor tells of it.
 PROBE_DELAYS = (0.0, 0.01, 0.05, 0.25)
 COMPLAIN_EVERY = 10.0
+# Loops count in milliseconds, and a tick that comes too early has to come again.
+TIMER_SLACK = 0.002
 
 HANDSHAKE_FAILED = (
     zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
@@ -52,6 +56,12 @@ HANDSHAKE_FAILED = (
 MONITORED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | HANDSHAKE_FAILED
 
 _log = get_logger()
+
+
+def until_beat() -> float:
+    """Seconds to the next beat of all services here; see next_beat."""
+    now = time.monotonic()
+    return next_beat(now) - now + TIMER_SLACK
 
 
 def flush() -> None:
@@ -166,6 +176,7 @@ class _LoopSocket:
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._scheduled = False
+        self._reading = False
         self._closed = False
         self._loop.add_reader(self._fd, self._drain)
         self._schedule()
@@ -173,14 +184,10 @@ class _LoopSocket:
     def send(self, frames: list[bytes]) -> bool:
         if self._closed:
             return False
-        try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            return False
-        finally:
-            if not self._scheduled and int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._schedule()
-        return True
+        sent = send(self.socket, frames)
+        if not (self._reading or self._scheduled) and can_receive(self.socket):
+            self._schedule()
+        return sent
 
     def close(self) -> None:
         if not self._closed:
@@ -203,19 +210,18 @@ class _LoopSocket:
 
     def _read(self, limit: int) -> bool:
         """Whether there may be more than `limit` frames."""
-        for _ in range(limit):
-            if self._closed:
-                return False
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return False
-            try:
-                self._on_frames(frames)
-            except BaseException:
-                self._schedule()  # what is behind it is still to be read
-                raise
-        return True
+        self._reading = True
+        try:
+            for _ in range(limit):
+                if self._closed or not can_receive(self.socket):
+                    return False
+                self._on_frames(receive(self.socket))
+            return True
+        except BaseException:
+            self._schedule()  # what is behind it is still to be read
+            raise
+        finally:
+            self._reading = False
 
 
 def take(link: BinderLink | DialerLink, frames: list[bytes], num_frames: int) -> None:
@@ -306,6 +312,8 @@ class _LoopLink:
         if self._timer is not None:
             self._timer.cancel()
         try:
+            # A beat that finds nobody ends the session, and silence too: not before what has arrived is read.
+            self._socket.read_rest()
             delay = self.link.tick()
             if self._status_file is not None:
                 self._status_file.write(self._status())
@@ -313,7 +321,7 @@ class _LoopLink:
             # Without the next tick there would be no more heartbeats.
             _log.exception("a tick failed")
             delay = HEARTBEAT_INTERVAL
-        self._timer = self._loop.call_later(delay, self._tick)
+        self._timer = self._loop.call_later(delay + TIMER_SLACK, self._tick)
 
 
 class Binder(_LoopLink):

@@ -23,7 +23,7 @@ from quartet.shared.messages import AnyMessage, Role, WatchedService
 from quartet.shared.metrics import Collector, MetricsServer, service_source
 from quartet.shared.signals import stop_on_signals
 from quartet.shared.tracing import make_tracer
-from quartet.shared.transport import Binder, Identity, Status, ipc_address
+from quartet.shared.transport import Binder, Identity, Status, ipc_address, until_beat
 
 TICK = 0.2
 FILES_TICK = 2.0
@@ -155,7 +155,7 @@ class Gateway:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(TICK if self.table.is_waiting else until_beat())
             self.table.tick()
 
     async def _follow_health(self) -> None:

@@ -115,6 +115,12 @@ class StreamTable:
         """Streams and searches that a client waits for."""
         return len(self._open) - len(self._detached) + len(self._searches)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether `tick` may soon have something to end; what is retained can wait a second."""
+        stalled = any(tokenizer.stalled_since is not None for tokenizer in self.tokenizers.values())
+        return bool(self._waiting or self._detached or self._searches or stalled)
+
     def model(self) -> tuple[ModelInfo, str]:
         """The model served, and the tokenizer's fingerprint. Raises StreamError while there is none."""
         for tokenizer in sorted(self.tokenizers.values(), key=lambda tokenizer: not tokenizer.usable):
@@ -280,7 +286,7 @@ class StreamTable:
                 _log.warning("unexpected message", peer=peer.name, message=type(message).__name__)
 
     def tick(self) -> None:
-        """Lets what has waited too long end. To be called several times a second."""
+        """Lets what has waited too long end. To be called several times a second while `is_waiting`."""
         now = self._clock()
         limits = self.limits
         for stream in list(self._waiting.values()):

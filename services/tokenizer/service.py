@@ -52,9 +52,8 @@ from quartet.shared.metrics import Collector, Families, MetricsServer, service_s
 from quartet.shared.sampling_params import InvalidField, StructuredOutput, validate_token_ids
 from quartet.shared.trace_context import checked
 from quartet.shared.tracing import REQUEST_ID, USAGE_PROMPT_TOKENS, Attributes, Tracer
-from quartet.shared.transport import Dialer
+from quartet.shared.transport import Dialer, until_beat
 
-TICK = 1.0
 # Longer texts have a thread of their own, so that short ones never wait for them.
 LARGE_PROMPT_BYTES = 64 << 10
 
@@ -130,7 +129,7 @@ class TokenizerService:
         for link in (self._scheduler, *self._gateways):
             link.start()
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(TICK, self._tick)
+        self._timer = self._loop.call_later(until_beat(), self._tick)
 
     async def drain(self) -> None:
         """No new requests; returns when the running ones have ended or moved, or after drain_timeout. A gateway
@@ -329,7 +328,7 @@ class TokenizerService:
         self._progress += 1
         self.core.tick()
         self.flush()
-        self._timer = self._loop.call_later(TICK, self._tick)
+        self._timer = self._loop.call_later(until_beat(), self._tick)
 
 
 class _GatewaySide:

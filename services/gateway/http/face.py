@@ -19,6 +19,7 @@ from quartet.services.gateway.http.connections import Connections
 from quartet.services.gateway.http.protocol import connection_type
 from quartet.services.gateway.settings import GatewaySettings
 from quartet.services.gateway.stream_table import StreamTable
+from quartet.shared.transport import until_beat
 
 
 class _Server(uvicorn.Server):
@@ -59,7 +60,7 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         while not await self.on_tick(0):  # sets the date that responses carry
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
+                async with asyncio.timeout(until_beat()):
                     await self._ending.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

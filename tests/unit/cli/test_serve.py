@@ -41,7 +41,8 @@ def leave(*_):
     os._exit(0)
 signal.signal(signal.SIGTERM, leave)
 with open(f"{run_dir}/{name}.tmp", "w") as file:
-    json.dump({"pid": os.getpid(), "at": time.time() + 1000, "ready": True}, file)
+    json.dump({"pid": os.getpid(), "ready": True}, file)
+os.utime(f"{run_dir}/{name}.tmp", (time.time() + 1000, time.time() + 1000))
 os.rename(f"{run_dir}/{name}.tmp", f"{run_dir}/{name}.status")
 """
 SLEEP = "while True: time.sleep(60)\n"

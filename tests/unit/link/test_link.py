@@ -302,3 +302,11 @@ def test_silence_is_noticed_when_it_is_too_long_not_at_the_next_beat():
         assert world.now - begun < 5.0
     limit = link_module.SILENT_BEATS * link_module.HEARTBEAT_INTERVAL
     assert world.now - begun <= limit + 0.05
+
+
+def test_all_links_of_a_host_beat_at_the_same_times():
+    interval = link_module.HEARTBEAT_INTERVAL
+    for now in (0.0, 0.3, 0.79, 0.8, 123456.7):
+        at = link_module.next_beat(now)
+        assert now < at <= now + interval + 1e-6
+        assert abs(at / interval - round(at / interval)) < 1e-6

@@ -1,6 +1,8 @@
 """Real sockets: what a link does when processes come, go and queue."""
 
 import asyncio
+import json
+import os
 import threading
 import time
 
@@ -98,6 +100,30 @@ def test_what_was_sent_last_arrives_before_the_end(address, leaver):
 
     for _ in range(5):
         asyncio.run(scenario())
+
+
+def test_a_beat_that_finds_nobody_does_not_come_before_what_has_arrived(address):
+    async def scenario():
+        left, right = Recorder(), Recorder()
+        b, d = binder(address, right), dialer(address, left)
+        b.start()
+        d.start()
+        to_right, to_left = await left.expect("up"), await right.expect("up")
+        for i in range(2000):
+            assert to_right.send(GetLoads(i))
+        d.close()
+        # The loop reads nothing meanwhile.
+        deadline = time.monotonic() + 20
+        while b.send(to_left.route, to_left.session, b""):
+            assert time.monotonic() < deadline, "the binder did not notice the end of the connection"
+            time.sleep(0.001)
+        b._tick()
+        for i in range(2000):
+            assert await right.next() == ("message", GetLoads(i))
+        await right.expect("down")
+        b.close()
+
+    asyncio.run(scenario())
 
 
 def test_two_dialers_of_one_name_live_side_by_side(address):
@@ -208,6 +234,28 @@ def test_a_status_file_tells_stale_from_ready(tmp_path):
     StatusFile(path).write(Status(1, 0, True))
     assert check(path) is None
     assert "silent" in check(path, now=time.time() + 60)
+
+
+def test_a_beat_touches_the_status_file_and_another_process_of_the_role_may_replace_it(tmp_path):
+    path = tmp_path / "x.status"
+    status_file = StatusFile(path)
+    status_file.write(Status(1, 0, True))
+    inode = path.stat().st_ino
+    os.utime(path, (0, 0))
+    assert "silent" in check(path)
+    status_file.write(Status(2, 1, True))
+    assert check(path) is None
+    assert path.stat().st_ino == inode
+
+    other = tmp_path / "other"
+    other.write_text(json.dumps({"pid": 1, "ready": False}))
+    other.replace(path)
+    assert check(path) == "not ready"
+    status_file.write(Status(3, 0, True))
+    assert check(path) is None
+    path.unlink()
+    status_file.write(Status(4, 0, True))
+    assert json.loads(path.read_text())["pid"] == os.getpid()
 
 
 def test_an_ipc_path_that_is_too_long_is_refused_by_name(tmp_path):
