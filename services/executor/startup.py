@@ -121,8 +121,8 @@ def _load_model(settings: ExecutorSettings, path: Path, config: ModelConfig, dty
             raise ModelError(f"attention_backend native is not possible: {reason}")
         if settings.quantization in ("int8", "int4"):
             raise ModelError(f"quantization {settings.quantization} needs the compiled kernels, but {reason}")
-        if settings.isa != "auto":
-            raise ModelError(f"isa {settings.isa} is of the compiled kernels, but {reason}")
+        if settings.isa == "amx":
+            raise ModelError(f"isa amx is of the compiled kernels, but {reason}")
         _log.info("running in plain torch", reason=reason)
         return load_decoder(path, dtype, progress=_log_progress)
     quantization = _pick_quantization(settings, path)

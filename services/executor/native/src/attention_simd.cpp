@@ -124,7 +124,8 @@ void mix(const Chunk& chunk, bool tiles) {
 }
 
 // One KV head's query rows, from `first_row` of the task's on, against the chunk that starts at page `first`.
-void attend_chunk(const AttentionTask& task, float factor, bool tiles, int first_row, int first, Chunk chunk, Scratch& s) {
+void attend_chunk(const AttentionTask& task, float factor, bool tiles, int first_row, int first, Chunk chunk,
+                  Scratch& s) {
     const int rows = task.num_tokens * task.num_heads, head_size = chunk.head_size, start = first * kPage;
     for (int row = 0; row < rows; row += kBlockRows) {
         chunk.query = s.query() + (first_row + row) * head_size;

@@ -47,8 +47,8 @@ int detect() {
     if (has(more.b, {5})) isa |= kAvx2;
     if ((isa & kAvx2) && has(newest.a, {4})) isa |= kAvxVnni;
     // F, DQ, BW, VL and BMI2; VNNI is on every CPU with BF16.
-    if ((enabled & kZmmState) != kZmmState || !has(more.b, {16, 17, 30, 31, 8}) || !has(more.c, {11}) || !has(newest.a, {5}))
-        return isa;
+    const bool has_registers = (enabled & kZmmState) == kZmmState;
+    if (!has_registers || !has(more.b, {16, 17, 30, 31, 8}) || !has(more.c, {11}) || !has(newest.a, {5})) return isa;
     isa |= kAvx512Bf16 | kVnni;
     if (has(more.d, {22, 24}) && (enabled & kTileState) == kTileState && may_use_amx()) isa |= kAmx;
     return isa;

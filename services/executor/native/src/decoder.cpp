@@ -65,8 +65,8 @@ void RowBuffer::prepare(const RowKernels& kernels, RowForm form, int index) cons
 }
 
 Activations RowBuffer::view() const {
-    return {bf16_.as<uint16_t>(),  floats_.as<float>(),  stride_,       int8_.as<int8_t>(), padded_,
-            scales_.as<float>(), sums_.as<int32_t>(), padded_ / kGroup};
+    return {bf16_.as<uint16_t>(), floats_.as<float>(), stride_, int8_.as<int8_t>(), padded_, scales_.as<float>(),
+            sums_.as<int32_t>(), padded_ / kGroup};
 }
 
 Decoder::Decoder(const DecoderConfig& config)
@@ -177,7 +177,8 @@ void Decoder::attention(const Step& step, int layer) {
         const uint16_t* query = queries + static_cast<size_t>(token) * query_size + offset;
         if (work.row < step.num_decodes) {
             // Each split rotates the query for itself, the last one sees the new key.
-            uint16_t* rotated = reinterpret_cast<uint16_t*>(scratch + rounded(kernels_.attention.scratch_bytes(config_.head_size)));
+            const size_t own_bytes = rounded(kernels_.attention.scratch_bytes(config_.head_size));
+            uint16_t* rotated = reinterpret_cast<uint16_t*>(scratch + own_bytes);
             for (int k = 0; k < work.num_kv_heads; ++k) {
                 rotate_query(step, layer, token, work.kv_head + k, rotated + k * kv_size);
                 if (work.is_last_split) write_key_value(step, layer, token, work.kv_head + k);

@@ -24,12 +24,17 @@ void in_parts(int rows, const Body& body) {
     }
 }
 
-inline void ask(const uint8_t* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+// Inline in any case: GCC takes calls of a function that does nothing but this for ones without effect.
+ALWAYS_INLINE void ask(const uint8_t* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
 
 // --- bf16 -----------------------------------------------------------------------------------------
 
 // Pairs of k of 8 columns: the even one, or the odd one, as floats.
-inline __m256 even_half(const uint8_t* pairs) { return as_floats(_mm256_slli_epi32(_mm256_load_si256((const __m256i*)pairs), 16)); }
+inline __m256 even_half(const uint8_t* pairs) {
+    return as_floats(_mm256_slli_epi32(_mm256_load_si256((const __m256i*)pairs), 16));
+}
 inline __m256 odd_half(const uint8_t* pairs, __m256i upper) {
     return as_floats(_mm256_and_si256(_mm256_load_si256((const __m256i*)pairs), upper));
 }
@@ -70,7 +75,8 @@ void bf16_rows(const uint8_t* strip, const float* x, int stride, int num_pairs, 
     }
     for (int s = 0; s < Strips; ++s)
         for (int r = 0; r < Rows; ++r)
-            for (int v = 0; v < Vectors; ++v) _mm256_storeu_ps(out + (s * Rows + r) * kStrip + (first + v) * 8, sum[s][r][v]);
+            for (int v = 0; v < Vectors; ++v)
+                _mm256_storeu_ps(out + (s * Rows + r) * kStrip + (first + v) * 8, sum[s][r][v]);
 }
 
 template <int Rows>
@@ -111,10 +117,12 @@ inline void dot_int8(__m256i& sum, __m256i unsigned_bytes, __m256i signed_bytes)
     __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(unsigned_bytes), "x"(signed_bytes));
 }
 
+// By hand too: GCC would add up in the shape of a tree, for which there are too few registers.
+inline void add_ints(__m256i& sum, __m256i x) { __asm__("vpaddd %1, %0, %0" : "+x"(sum) : "x"(x)); }
+inline void add_words(__m256i& sum, __m256i x) { __asm__("vpaddw %1, %0, %0" : "+x"(sum) : "x"(x)); }
+
 // Sums of pairs of 16 bits.
 inline __m256i sum_pairs(__m256i words) { return _mm256_madd_epi16(words, _mm256_set1_epi16(1)); }
-
-#define ALWAYS_INLINE inline __attribute__((always_inline))
 
 // One group of some rows.
 struct Group {
@@ -161,7 +169,7 @@ ALWAYS_INLINE void int8_group(const uint8_t* group, const Group& x, int first, f
                 if constexpr (Vnni)
                     dot_int8(sum[r][v], stored, a);
                 else
-                    sum[r][v] = _mm256_add_epi32(sum[r][v], sum_pairs(_mm256_maddubs_epi16(size, _mm256_sign_epi8(a, w))));
+                    add_ints(sum[r][v], sum_pairs(_mm256_maddubs_epi16(size, _mm256_sign_epi8(a, w))));
             }
         }
     }
@@ -201,12 +209,13 @@ ALWAYS_INLINE void int4_group(const uint8_t* group, const Group& x, int half, fl
                     dot_int8(sum[r][v], w0, a0);
                     dot_int8(sum[r][v], w1, a1);
                 } else {
-                    sum[r][v] = _mm256_add_epi16(sum[r][v], _mm256_maddubs_epi16(w0, a0));
-                    sum[r][v] = _mm256_add_epi16(sum[r][v], _mm256_maddubs_epi16(w1, a1));
+                    add_words(sum[r][v], _mm256_maddubs_epi16(w0, a0));
+                    add_words(sum[r][v], _mm256_maddubs_epi16(w1, a1));
                 }
             }
         }
     }
+    ask(group + half * 64 + kPrefetchBytes);
     const uint16_t* header = reinterpret_cast<const uint16_t*>(group) + half * 16;
     const Floats scale = load_fp16(header), minimum = load_fp16(header + kStrip);
 #pragma GCC unroll 8
@@ -283,7 +292,8 @@ void multiply(const Matrix& matrix, const Activations& x, int num_rows, int stri
     if (num_rows == 1 && matrix.format != Format::kInt4) {
         for (; strip + kStripsTogether <= end; strip += kStripsTogether) {
             if (matrix.format == Format::kBf16)
-                bf16_rows<1, 4, kStripsTogether>(matrix.strip(strip), x.floats, x.stride, matrix.padded_inner / 2, 0, values);
+                bf16_rows<1, 4, kStripsTogether>(matrix.strip(strip), x.floats, x.stride, matrix.padded_inner / 2, 0,
+                                                 values);
             else
                 vnni ? int8_together<true>(matrix, strip, x, values) : int8_together<false>(matrix, strip, x, values);
             for (int s = 0; s < kStripsTogether; ++s) sink.take(strip + s, 0, 1, values + s * kStrip);

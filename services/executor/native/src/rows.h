@@ -15,8 +15,8 @@ struct RowKernels {
     // To bf16; count: a multiple of 16.
     void (*round)(const float* x, int count, uint16_t* out);
 
-    // Of a strip's product, values [num_rows][kStrip], to rows of out that are `stride` apart: its first `count` columns
-    // with the bias, which has kStrip elements.
+    // Of a strip's product, values [num_rows][kStrip], to rows of out that are `stride` apart: its first `count`
+    // columns with the bias, which has kStrip elements.
     void (*store)(const float* values, int num_rows, const float* bias, int count, float* out, size_t stride);
     // The same, added to what is there.
     void (*add)(const float* values, int num_rows, const float* bias, int count, float* out, size_t stride);

@@ -1,5 +1,5 @@
-// simd.h for AVX2 with FMA and F16C: each vector is two or four of the CPU's. What adds up lanes does so in the order of
-// the other instruction set's, so that both give the same numbers.
+// simd.h for AVX2 with FMA and F16C: each vector is two or four of the CPU's. What adds up lanes does so in the order
+// of the other instruction set's, so that both give the same numbers.
 #pragma once
 
 #include <immintrin.h>
@@ -47,7 +47,9 @@ inline Floats fnma(Floats a, Floats b, Floats c) {
     return {_mm256_fnmadd_ps(a.low, b.low, c.low), _mm256_fnmadd_ps(a.high, b.high, c.high)};
 }
 // sum += a * b. By hand: GCC 12 takes the forms that end in a factor's register, and then runs out of these.
-inline void accumulate(__m256& sum, __m256 a, __m256 b) { __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
+inline void accumulate(__m256& sum, __m256 a, __m256 b) {
+    __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+}
 
 // Where either is NaN these give the second.
 inline Floats max(Floats a, Floats b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
@@ -161,7 +163,8 @@ inline void store_every_second(uint16_t* p, const uint16_t* values, bool odd) {
     for (int i = 0; i < 16; ++i) p[2 * i + odd] = values[i];
 }
 inline Floats load_fp16(const uint16_t* p) {
-    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+    const __m128i low = _mm_loadu_si128((const __m128i*)p), high = _mm_loadu_si128((const __m128i*)(p + 8));
+    return {_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)};
 }
 
 inline Ints all_ints(int x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -320,7 +323,8 @@ inline void store_packed(float* p, Mask mask, Floats x) {
 inline void store_packed(double* p, Mask mask, Doubles x) {
     const unsigned lanes = bits(mask);
     for (int i = 0; i < 4; ++i) {
-        const unsigned four = lanes >> 4 * i & 15, spread = (four | four << 2) & 0x33, pairs = (spread | spread << 1) & 0x55;
+        const unsigned four = lanes >> 4 * i & 15, spread = (four | four << 2) & 0x33;
+        const unsigned pairs = (spread | spread << 1) & 0x55;
         _mm256_storeu_pd(p, _mm256_castsi256_pd(packed(_mm256_castpd_si256(x.part[i]), pairs | pairs << 1)));
         p += __builtin_popcount(four);
     }

@@ -54,7 +54,9 @@ inline Mask either(Mask a, Mask b) { return a | b; }
 inline Mask inverse(Mask a) { return (Mask)~a; }
 inline unsigned bits(Mask mask) { return mask; }
 
-inline Floats load_or(const float* p, int count, Floats rest) { return _mm512_mask_loadu_ps(rest, first_lanes(count), p); }
+inline Floats load_or(const float* p, int count, Floats rest) {
+    return _mm512_mask_loadu_ps(rest, first_lanes(count), p);
+}
 // The first `count` lanes, the others 0.
 inline Floats load_some(const float* p, int count) { return _mm512_maskz_loadu_ps(first_lanes(count), p); }
 inline void store_some(float* p, Floats x, int count) { _mm512_mask_storeu_ps(p, first_lanes(count), x); }
@@ -156,7 +158,9 @@ inline double sum(Doubles x) { return _mm512_reduce_add_pd(_mm512_add_pd(x.low, 
 
 // The mask's lanes beside each other; up to 16 are written.
 inline void store_packed(float* p, Mask mask, Floats x) { _mm512_storeu_ps(p, _mm512_maskz_compress_ps(mask, x)); }
-inline void store_packed(int32_t* p, Mask mask, Ints x) { _mm512_storeu_si512(p, _mm512_maskz_compress_epi32(mask, x)); }
+inline void store_packed(int32_t* p, Mask mask, Ints x) {
+    _mm512_storeu_si512(p, _mm512_maskz_compress_epi32(mask, x));
+}
 inline void store_packed(double* p, Mask mask, Doubles x) {
     _mm512_storeu_pd(p, _mm512_maskz_compress_pd(mask & 0xff, x.low));
     _mm512_storeu_pd(p + __builtin_popcount(mask & 0xff), _mm512_maskz_compress_pd(mask >> 8, x.high));
