@@ -61,7 +61,7 @@ class StepScheduler:
         self._unblock_first_prefill(plan)
         self._decode(plan, state.rows.decodes(), state.rows.decode_bits())
 
-        budget = state.max_num_batched_tokens - len(plan.decodes)
+        budget = self._prefill_budget(len(plan.decodes))
         if budget and (state.prefilling or state.preempted or state.waiting):
             self._blocked = not state.rows.num_free
             reserve = min(budget - 1, math.ceil(budget * state.settings.short_prompt_share))
@@ -162,6 +162,15 @@ class StepScheduler:
         self._state.preempt(victim)
 
     # --- prefills ---------------------------------------------------------------------------------
+
+    def _prefill_budget(self, num_decodes: int) -> int:
+        """Tokens for prefills in a step. While requests decode it is less than the rest of the budget, since each of
+        them waits for the whole step; but a quarter of the budget where there is room, or many would starve prompts."""
+        budget = self._state.max_num_batched_tokens
+        if not num_decodes:
+            return budget
+        capped = max(int(budget * self._state.settings.mixed_step_share), 1)
+        return min(budget - num_decodes, max(capped - num_decodes, min(capped, budget // 4), 1))
 
     def _prefill_in_order(self, plan: PlanBuilder, budget: int) -> int:
         """Spends the budget in policy order, running before preempted before waiting; gives the rest."""

@@ -47,6 +47,15 @@ class SchedulerSettings(CommonSettings, frozen=True, kw_only=True):
             description="share of a step's prefill tokens kept for short prompts behind long ones", ge=0, le=1
         ),
     ] = 0.25
+    mixed_step_share: Annotated[
+        float,
+        msgspec.Meta(
+            description="share of a step's token budget that is used while requests decode: less makes the gaps "
+            "between their tokens shorter and first tokens later",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.75
     owner_grace: Annotated[
         float, msgspec.Meta(description="seconds that requests outlive the tokenizer they came from", ge=0)
     ] = 30.0

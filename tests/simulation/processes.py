@@ -85,6 +85,7 @@ class SchedulerNode:
             policy=profile.policy,
             enable_prefix_caching=profile.prefix_caching,
             short_prompt_share=profile.short_prompt_share,
+            mixed_step_share=profile.mixed_step_share,
             run_dir="/nowhere",
         )
         self.service = scheduler_service.SchedulerService(settings)

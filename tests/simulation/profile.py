@@ -30,6 +30,7 @@ class Profile:
     policy: str
     prefix_caching: bool
     short_prompt_share: float
+    mixed_step_share: float
     grace: float
     recovery_deadline: float
     max_unread_bytes: int
@@ -75,6 +76,8 @@ class Profile:
             policy=r.choice(("fcfs", "priority")),
             prefix_caching=r.random() < 0.8,
             short_prompt_share=r.choice((0.0, 0.25, 1.0)),
+            # Drawn from what is drawn already, so that seeds keep their course.
+            mixed_step_share=(0.1, 0.75, 1.0)[len(faults) % 3],
             grace=r.choice((0.5, 3.0, 3.0)),
             recovery_deadline=r.choice((2.0, 20.0)),
             max_unread_bytes=400 if p_slow else 1 << 20,

@@ -131,12 +131,20 @@ POLICIES = ["fcfs", "priority", "fair", "srf", "support.policies:Arbitrary", "su
     deaths=st.booleans(),
     caching=st.booleans(),
     share=st.sampled_from([0.0, 0.25, 1.0]),
+    mixed=st.sampled_from([0.1, 0.75, 1.0]),
 )
 def test_every_output_is_right(
-    make_sim: Callable[..., Any], kind: str, policy: str, seed: int, deaths: bool, caching: bool, share: float
+    make_sim: Callable[..., Any],
+    kind: str,
+    policy: str,
+    seed: int,
+    deaths: bool,
+    caching: bool,
+    share: float,
+    mixed: float,
 ) -> None:
-    sim = make_sim(
-        model=MODELS[kind], seed=seed, policy=policy, enable_prefix_caching=caching, short_prompt_share=share
-    )
+    settings = {"policy": policy, "enable_prefix_caching": caching}
+    settings |= {"short_prompt_share": share, "mixed_step_share": mixed}
+    sim = make_sim(model=MODELS[kind], seed=seed, **settings)
     longest = min(40, sim.model.max_model_len - 12)
     live(sim, 300, longest, 12, deaths)

@@ -65,6 +65,35 @@ def test_without_short_prompts_the_whole_budget_is_used(make_sim: MakeSim) -> No
     assert {sum(work.values()) for _, work in sim.executor.plan_log} == {32}
 
 
+@pytest.mark.parametrize(("share", "most"), [(0.75, 24), (0.5, 16), (1.0, 32)])
+def test_steps_are_shorter_while_requests_decode(make_sim: MakeSim, share: float, most: int) -> None:
+    sim = make_sim(model={"max_model_len": 512, "num_blocks": 256}, mixed_step_share=share)
+    a = sim.ask([5], max_tokens=60)
+    step(sim, 4)
+    before = len(sim.executor.plan_log)
+    b = sim.ask([6] * 320, max_tokens=1)
+    while not b.done:
+        step(sim)
+    plans = [sum(work.values()) for _, work in sim.executor.plan_log[before:]]
+    assert max(plans) == most and plans.count(most) >= 320 // most - 1
+    sim.run()
+    for asked in (a, b):
+        sim.check_finished(asked)
+
+
+def test_many_decodes_do_not_starve_a_prompt(make_sim: MakeSim) -> None:
+    """Their tokens alone are more than the share."""
+    model = {"max_model_len": 512, "num_blocks": 256, "max_num_batched_tokens": 16, "max_num_seqs": 16}
+    sim = make_sim(model=model, mixed_step_share=0.5)
+    decoding = [sim.ask([5 + i], max_tokens=200) for i in range(14)]
+    step(sim, 20)
+    prompt = sim.ask([40] * 60, max_tokens=1)
+    step(sim, 35)
+    assert prompt.done and not any(asked.done for asked in decoding)
+    assert sim.executor.largest_plan == 16
+    sim.run()
+
+
 def test_a_stream_of_short_prompts_does_not_starve_the_long_one(make_sim: MakeSim) -> None:
     sim = make_sim(model={"max_model_len": 512, "num_blocks": 256, "max_num_seqs": 8}, short_prompt_share=0.5)
     long = sim.ask([6] * 320, max_tokens=1)
