@@ -58,9 +58,8 @@ MONITORED = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | HANDSHAKE_F
 _log = get_logger()
 
 
-def until_beat() -> float:
-    """Seconds to the next beat of all services here; see next_beat."""
-    now = time.monotonic()
+def until_beat(now: float) -> float:
+    """Seconds from `now`, by the monotonic clock, to the next beat of all services here; see next_beat."""
     return next_beat(now) - now + TIMER_SLACK
 
 

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import resource
 import signal
+import time
 
 from quartet.services.gateway import metrics
 from quartet.services.gateway.bind import BindError, is_reached_from_elsewhere
@@ -155,7 +156,7 @@ class Gateway:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK if self.table.is_waiting else until_beat())
+            await asyncio.sleep(TICK if self.table.is_waiting else until_beat(time.monotonic()))
             self.table.tick()
 
     async def _follow_health(self) -> None:

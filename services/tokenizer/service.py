@@ -129,7 +129,7 @@ class TokenizerService:
         for link in (self._scheduler, *self._gateways):
             link.start()
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(until_beat(), self._tick)
+        self._timer = self._loop.call_later(until_beat(time.monotonic()), self._tick)
 
     async def drain(self) -> None:
         """No new requests; returns when the running ones have ended or moved, or after drain_timeout. A gateway
@@ -328,7 +328,7 @@ class TokenizerService:
         self._progress += 1
         self.core.tick()
         self.flush()
-        self._timer = self._loop.call_later(until_beat(), self._tick)
+        self._timer = self._loop.call_later(until_beat(time.monotonic()), self._tick)
 
 
 class _GatewaySide:

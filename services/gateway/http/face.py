@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,7 +61,7 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         while not await self.on_tick(0):  # sets the date that responses carry
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(until_beat()):
+                async with asyncio.timeout(until_beat(time.monotonic())):
                     await self._ending.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
