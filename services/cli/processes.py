@@ -12,6 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 _PR_SET_PDEATHSIG = 1
+# Python's objects in huge pages, where the C library is glibc. A service that wakes for one token touches hundreds of
+# pages, and finding them again costs more than the work; most so in a virtual machine. Takes about 30 MB in all.
+HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def die_with_parent() -> Callable[[], None] | None:
@@ -36,6 +39,7 @@ class Process:
         """`quiet` drops its standard output; its standard error always goes where ours does."""
         self._popen = subprocess.Popen(
             list(command),
+            env={**HUGE_PAGES, **os.environ},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if quiet else None,
             process_group=0,
