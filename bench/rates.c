@@ -24,20 +24,23 @@ static double now(void) {
 #define ZERO(i, _) "vpxorq %%zmm" #i ", %%zmm" #i ", %%zmm" #i "\n\t"
 #define NEXT(i, instruction) instruction " %%zmm31, %%zmm31, %%zmm" #i "\n\t"
 #define USED(i, _) "xmm" #i,
-#define CHAINS(name, instruction, operations)                                            \
-    API __attribute__((target("avx512f"))) double name(double seconds) {                 \
+// `zero` once, then `code` again and again, which runs `chains` instructions; then the registers that both overwrite.
+#define MEASURE(name, cpu, chains, operations, zero, code, ...)                          \
+    API __attribute__((target(cpu))) double name(double seconds) {                       \
         long rounds = 0;                                                                 \
         const double start = now();                                                      \
         double spent;                                                                    \
         do {                                                                             \
             long left = 20000;                                                           \
-            __asm__ volatile(EACH(ZERO, ) ZERO(31, ) "1:\n\t" EACH(NEXT, instruction)    \
-                             "dec %0\n\tjnz 1b"                                          \
-                             : "+r"(left) : : EACH(USED, ) "xmm31", "cc");               \
+            __asm__ volatile(zero "1:\n\t" code "dec %0\n\tjnz 1b"                       \
+                             : "+r"(left) : : __VA_ARGS__, "cc");                        \
             rounds += 20000;                                                             \
         } while ((spent = now() - start) < seconds);                                     \
-        return (double)rounds * 16 * operations / spent;                                 \
+        return (double)rounds * chains * operations / spent;                             \
     }
+#define CHAINS(name, instruction, operations)                                            \
+    MEASURE(name, "avx512f", 16, operations, EACH(ZERO, ) ZERO(31, ),                    \
+            EACH(NEXT, instruction), EACH(USED, ) "xmm31")
 
 CHAINS(fp32_avx512, "vfmadd231ps", 32)
 CHAINS(bf16_avx512, "vdpbf16ps", 64)
@@ -49,19 +52,8 @@ CHAINS(int8_avx512, "vpdpbusd", 128)
 #define ZERO_OLD(i, _) "vpxor %%ymm" #i ", %%ymm" #i ", %%ymm" #i "\n\t"
 #define NEXT_OLD(i, instruction) instruction " %%ymm15, %%ymm15, %%ymm" #i "\n\t"
 #define CHAINS_OLD(name, instruction, operations)                                        \
-    API __attribute__((target("avx2"))) double name(double seconds) {                    \
-        long rounds = 0;                                                                 \
-        const double start = now();                                                      \
-        double spent;                                                                    \
-        do {                                                                             \
-            long left = 20000;                                                           \
-            __asm__ volatile(EACH_OLD(ZERO_OLD, ) ZERO_OLD(15, ) "1:\n\t"                \
-                             EACH_OLD(NEXT_OLD, instruction) "dec %0\n\tjnz 1b"         \
-                             : "+r"(left) : : EACH_OLD(USED, ) "xmm15", "cc");           \
-            rounds += 20000;                                                             \
-        } while ((spent = now() - start) < seconds);                                     \
-        return (double)rounds * 12 * operations / spent;                                 \
-    }
+    MEASURE(name, "avx2", 12, operations, EACH_OLD(ZERO_OLD, ) ZERO_OLD(15, ),           \
+            EACH_OLD(NEXT_OLD, instruction), EACH_OLD(USED, ) "xmm15")
 
 CHAINS_OLD(fp32_avx2, "vfmadd231ps", 16)
 CHAINS_OLD(int8_avx2, "vpmaddubsw", 64)

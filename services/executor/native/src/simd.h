@@ -25,6 +25,16 @@ inline Floats exp2_approx(Floats x) {
     return times_power(p, whole);
 }
 
+// 2^x to about 1e-4, less than bf16 rounds away. 0 of -infinity, NaN of NaN.
+inline Floats exp2_weight(Floats x) {
+    const Floats f = split_power(x);
+    Floats p = all(0.07802452f);
+    p = fma(p, f, all(0.22606716f));
+    p = fma(p, f, all(0.69583354f));
+    p = fma(p, f, all(0.99992520f));
+    return times_power(p, x);
+}
+
 // x / (1 + exp(-x))
 inline Floats silu(Floats x) {
     // Past the clamp the quotient is 0 anyway; it keeps the sum finite.

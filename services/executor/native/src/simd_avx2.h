@@ -219,17 +219,12 @@ inline Floats dot(Floats sum, Line line, Pair pair) {
     return sum;
 }
 
-// 2^x to about 1e-4, less than bf16 rounds away. 0 of -infinity, NaN of NaN.
-inline Floats exp2_weight(Floats x) {
+// What is left of x above its floor; x becomes the floor, as times_power wants it.
+inline Floats split_power(Floats& x) {
     // With the bound as the first operand NaN comes out; of -127 the power is 0.
-    x = max(all(-127.0f), x);
-    const Floats whole = {_mm256_floor_ps(x.low), _mm256_floor_ps(x.high)};
-    const Floats f = sub(x, whole);
-    Floats p = all(0.07802452f);
-    p = fma(p, f, all(0.22606716f));
-    p = fma(p, f, all(0.69583354f));
-    p = fma(p, f, all(0.99992520f));
-    return times_power(p, whole);
+    const Floats bounded = max(all(-127.0f), x);
+    x = {_mm256_floor_ps(bounded.low), _mm256_floor_ps(bounded.high)};
+    return sub(bounded, x);
 }
 
 // --- sampling -------------------------------------------------------------------------------------

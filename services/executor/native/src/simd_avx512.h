@@ -113,15 +113,8 @@ inline Pair load_pair(const Operand* p, int) { return broadcast4(p); }
 inline Floats dot_bf16(Floats sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 inline Floats dot(Floats sum, Line line, Pair pair) { return dot_bf16(sum, line, pair); }
 
-// 2^x to about 1e-4, less than bf16 rounds away. 0 of -infinity, NaN of NaN.
-inline Floats exp2_weight(Floats x) {
-    const Floats f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    Floats p = all(0.07802452f);
-    p = fma(p, f, all(0.22606716f));
-    p = fma(p, f, all(0.69583354f));
-    p = fma(p, f, all(0.99992520f));
-    return _mm512_scalef_ps(p, x);
-}
+// What is left of x above its floor; x becomes a power for times_power, which takes the floor itself.
+inline Floats split_power(Floats& x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 
 // --- sampling -------------------------------------------------------------------------------------
 
