@@ -201,6 +201,17 @@ async def _result(call):
     return await call
 
 
+async def two_open_calls(channel, peer):
+    """(the stub, metadata with the key, two streams of that key that stay open)."""
+    peer.silent = True
+    stub = pb_grpc.InferenceServiceStub(channel)
+    metadata = [("authorization", f"Bearer {KEY}")]
+    open_calls = [stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata) for _ in range(2)]
+    for call in open_calls:
+        await call.read()
+    return stub, metadata, open_calls
+
+
 @in_loop
 async def test_a_keys_requests_are_bounded_and_those_of_others_are_not():
     settings = {"api_key_hashes": HASHES, "max_requests_per_key": 2}
@@ -220,12 +231,7 @@ async def test_a_keys_requests_are_bounded_and_those_of_others_are_not():
         await until(lambda: gateway.table.num_open_streams == 0)
         assert (await gateway.post(path, body, BEARER)).status == 200
     async with grpc_gateway(**settings) as (address, table, peer), grpc.aio.insecure_channel(address) as channel:
-        peer.silent = True
-        stub = pb_grpc.InferenceServiceStub(channel)
-        metadata = [("authorization", f"Bearer {KEY}")]
-        open_calls = [stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata) for _ in range(2)]
-        for call in open_calls:
-            await call.read()
+        stub, metadata, open_calls = await two_open_calls(channel, peer)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata).read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -255,12 +261,7 @@ async def test_what_is_refused_for_its_key_is_counted():
         assert (await gateway.post("/v1/completions", {"prompt": "x"})).status == 401
         assert counts(gateway.table) == [5, 3, 2, 0]
     async with grpc_gateway(**settings) as (address, table, peer), grpc.aio.insecure_channel(address) as channel:
-        peer.silent = True
-        stub = pb_grpc.InferenceServiceStub(channel)
-        metadata = [("authorization", f"Bearer {KEY}")]
-        open_calls = [stub.Generate(pb.GenerateRequest(text="x"), metadata=metadata) for _ in range(2)]
-        for call in open_calls:
-            await call.read()
+        stub, metadata, open_calls = await two_open_calls(channel, peer)
         unknown = channel.unary_unary("/inference.v1.InferenceService/None")
         for method, request, given in (
             (stub.Generate, pb.GenerateRequest(text="x"), metadata),

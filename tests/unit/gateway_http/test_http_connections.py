@@ -202,18 +202,25 @@ async def test_c10_many_streams_left_after_their_first_chunk_leave_nothing():
         assert (await gateway.post(CHAT, {"messages": USER})).status == 200
 
 
+@contextlib.asynccontextmanager
+async def not_reading(gateway, request):
+    """A socket on which `request` was sent, with little room for what comes back."""
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.setblocking(False)
+        host, _, port = gateway.address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(deaf, (host, int(port)))
+        await loop.sock_sendall(deaf, request)
+        yield deaf
+
+
 @in_loop
 async def test_a_client_that_reads_nothing_ends_its_stream_alone():
     """What cannot be written waits in the ledger, up to max_unread_bytes."""
     async with http_gateway(max_unread_bytes=200_000) as gateway:
         gateway.peer.silent = True
-        with socket.socket() as deaf:
-            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            deaf.setblocking(False)
-            host, _, port = gateway.address.rpartition(":")
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(deaf, (host, int(port)))
-            await loop.sock_sendall(deaf, request_bytes("POST", CHAT, {"messages": USER, "stream": True}))
+        async with not_reading(gateway, request_bytes("POST", CHAT, {"messages": USER, "stream": True})):
             await until(lambda: len(gateway.peer.all(Submit)) == 1)
             submit, size = gateway.peer.last(), 40_000
             for i in range(400):
@@ -229,16 +236,11 @@ async def test_a_client_that_reads_nothing_ends_its_stream_alone():
 @in_loop
 async def test_a_client_that_takes_nothing_of_a_whole_answer_loses_its_connection():
     """What a system has taken over to send is nobody's but its own."""
-    async with http_gateway(words=("x" * 12_000_000,), send_timeout=0.4, max_unread_bytes=2**25) as gateway:
-        with socket.socket() as deaf:
-            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            deaf.setblocking(False)
-            host, _, port = gateway.address.rpartition(":")
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(deaf, (host, int(port)))
-            await loop.sock_sendall(deaf, request_bytes("POST", COMPLETIONS, {"prompt": "x"}))
-            await until(lambda: gateway.peer.all(Submit) and not gateway.table.num_open_streams)
-            await until(lambda: len(gateway.face.connections) == 0)
+    settings = {"send_timeout": 0.4, "max_unread_bytes": 2**25}
+    request = request_bytes("POST", COMPLETIONS, {"prompt": "x"})
+    async with http_gateway(("x" * 12_000_000,), **settings) as gateway, not_reading(gateway, request):
+        await until(lambda: gateway.peer.all(Submit) and not gateway.table.num_open_streams)
+        await until(lambda: len(gateway.face.connections) == 0)
 
 
 @pytest.mark.parametrize(
@@ -427,23 +429,18 @@ def test_an_address_that_is_none_is_refused(bad):
 @in_loop
 async def test_a_connection_with_an_answer_still_to_be_sent_is_not_idle():
     text = "a" * 16_000_000
-    async with http_gateway((text,), max_connections=1, max_unread_bytes=2**26) as gateway:
-        with socket.socket() as slow:
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            slow.setblocking(False)
-            host, _, port = gateway.address.rpartition(":")
-            loop = asyncio.get_running_loop()
-            await loop.sock_connect(slow, (host, int(port)))
-            await loop.sock_sendall(slow, request_bytes("POST", COMPLETIONS, {"prompt": "x"}, {"connection": None}))
-            await until(lambda: gateway.peer.all(Submit) and gateway.table.num_open_streams == 0)
-            await asyncio.sleep(0.1)
-            assert (await gateway.call("GET", "/health")).status == 503
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22)
-            received = bytearray()
-            async with asyncio.timeout(20):
-                while not received.endswith(b"}"):
-                    chunk = await loop.sock_recv(slow, 2**20)
-                    assert chunk, len(received)
-                    received += chunk
-            assert text.encode() in received
-            assert (await gateway.call("GET", "/health")).status == 200
+    settings = {"max_connections": 1, "max_unread_bytes": 2**26}
+    request = request_bytes("POST", COMPLETIONS, {"prompt": "x"}, {"connection": None})
+    async with http_gateway((text,), **settings) as gateway, not_reading(gateway, request) as slow:
+        await until(lambda: gateway.peer.all(Submit) and gateway.table.num_open_streams == 0)
+        await asyncio.sleep(0.1)
+        assert (await gateway.call("GET", "/health")).status == 503
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**22)
+        received = bytearray()
+        async with asyncio.timeout(20):
+            while not received.endswith(b"}"):
+                chunk = await asyncio.get_running_loop().sock_recv(slow, 2**20)
+                assert chunk, len(received)
+                received += chunk
+        assert text.encode() in received
+        assert (await gateway.call("GET", "/health")).status == 200

@@ -24,6 +24,15 @@ def dialer(address, recorder, name="t"):
     return Dialer(address, Identity(Role.TOKENIZER, name), recorder, ready)
 
 
+async def found_by(left, address, right):
+    """A binder once the dialer of `left` is up with it, and its peer."""
+    b = binder(address, right)
+    b.start()
+    peer = await right.expect("up")
+    assert (await left.next())[0] == "up"
+    return b, peer
+
+
 @pytest.fixture(params=["ipc", "tcp"])
 def address(request, tmp_path, unused_port):
     return ipc_address(tmp_path, "link") if request.param == "ipc" else f"tcp://127.0.0.1:{unused_port}"
@@ -165,10 +174,7 @@ def test_the_threaded_dialer_speaks_the_same(tmp_path):
         status = StatusFile(tmp_path / "executor.status")
         thread = ThreadDialer(address, Identity(Role.EXECUTOR, "e"), left, ready, status_file=status)
         thread.start()
-        b = binder(address, right)
-        b.start()
-        peer = await right.expect("up")
-        assert (await left.next())[0] == "up"
+        b, peer = await found_by(left, address, right)
         for i in range(3000):
             peer.send(GetLoads(i))
             thread.send(GetLoads(i))
@@ -199,10 +205,7 @@ def test_a_dialer_whose_owner_reads_gets_everything_and_beats_meanwhile(tmp_path
 
         owner = threading.Thread(target=attend)
         owner.start()
-        b = binder(address, right)
-        b.start()
-        peer = await right.expect("up")
-        assert (await left.next())[0] == "up"
+        b, peer = await found_by(left, address, right)
         # More than is read at once, as when the owner has computed for long.
         for i in range(3000):
             peer.send(GetLoads(i))
