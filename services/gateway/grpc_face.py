@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from quartet.services.gateway import convert
 from quartet.services.gateway.ask import ask
-from quartet.services.gateway.bind import BindError
+from quartet.services.gateway.bind import BindError, look_up
 from quartet.services.gateway.credentials import Credentials
 from quartet.services.gateway.events import StreamError
 from quartet.services.gateway.grpc_auth import SERVICE, ApiKeyInterceptor
@@ -324,11 +324,8 @@ class GrpcFace:
 
 def _why_not(address: str) -> str:
     """gRPC does not say why it cannot bind; the system does when asked again."""
-    host, _, port = address.rpartition(":")
     try:
-        for family, kind, protocol, _, target in socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
+        for family, kind, protocol, _, target in look_up(address):
             with socket.socket(family, kind, protocol) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(target)

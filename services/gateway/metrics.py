@@ -112,7 +112,7 @@ class GatewayMetrics:
             self.time_to_first_token.observe(stream.first_token_at - stream.opened_at)
 
     def finished(self, stream: Stream) -> None:
-        reasons = [choice.finish_reason for choice in stream.choices.values() if choice.finish_reason is not None]
+        reasons = [choice.finish_reason for choice in stream.choices.values()]
         aborted = FinishReason.ABORT in reasons
         self.ended["aborted" if aborted else "finished"] += 1
         self._count(reasons)

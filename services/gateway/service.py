@@ -134,9 +134,11 @@ class Gateway:
 
     def _warn_of_strangers(self) -> None:
         settings = self._settings
+        if self.credentials.keys.required or settings.tls_client_ca:
+            return
         given = [address for address in (settings.grpc_address, settings.http_address) if address]
         reached = [address for address in given if is_reached_from_elsewhere(address)]
-        if reached and not self.credentials.keys.required and not settings.tls_client_ca:
+        if reached:
             _log.warning(
                 "everybody who can reach these addresses may use this server: "
                 "give it API keys (--api-key-file; quartet keys api makes them) or --tls-client-ca",

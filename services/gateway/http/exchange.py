@@ -14,14 +14,13 @@ from quartet.services.gateway.api_keys import ApiKey
 from quartet.services.gateway.http.decoding import decode
 from quartet.services.gateway.http.error_forms import error_form, is_anthropic
 from quartet.services.gateway.http.errors import ApiError, ClientLeft
+from quartet.shared.transport import TIMER_SLACK
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 # What of a refused body is still read, so that the client gets to read the answer instead of a reset connection.
 MAX_DISCARDED = 64 * 2**20
 DISCARD_SECONDS = 5.0
-# A loop's timers come in whole milliseconds.
-_TIMER_SLACK = 0.002
 
 T = TypeVar("T")
 
@@ -132,7 +131,7 @@ class Exchange:
         """A proxy cuts connections on which nothing comes for long, such as while a service is away. What is said
         waits, once, where the client does not read."""
         elapsed = asyncio.get_running_loop().time() - self._last_write
-        if elapsed + _TIMER_SLACK < self._keep_alive_interval:
+        if elapsed + TIMER_SLACK < self._keep_alive_interval:
             self._keep_alive_in(self._keep_alive_interval - elapsed)
             return
         if self._keep_alive_writing is None or self._keep_alive_writing.done():
