@@ -19,27 +19,27 @@ class StatusFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        self._said: tuple[bool, bool] | None = None
+        self._said = ""
         self._inode = 0
 
     def write(self, status: Status) -> None:
-        says = (status.ready, status.draining)
-        if says != self._said or not self._is_ours():
-            self._temporary.write_text(
-                json.dumps({"pid": os.getpid(), "ready": status.ready, "draining": status.draining})
-            )
-            self._inode = self._temporary.stat().st_ino
-            self._temporary.replace(self.path)
-            self._said = says
-        else:
-            os.utime(self.path)
+        says = json.dumps({"pid": os.getpid(), "ready": status.ready, "draining": status.draining})
+        if says == self._said and self._touch():
+            return
+        self._temporary.write_text(says)
+        self._inode = self._temporary.stat().st_ino
+        self._temporary.replace(self.path)
+        self._said = says
 
-    def _is_ours(self) -> bool:
-        """Not while another process of this role leaves, or comes."""
+    def _touch(self) -> bool:
+        """False where the file is not this process's: another of this role leaves, or comes."""
         try:
-            return os.stat(self.path).st_ino == self._inode
+            if os.stat(self.path).st_ino != self._inode:
+                return False
+            os.utime(self.path)
         except FileNotFoundError:
             return False
+        return True
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)

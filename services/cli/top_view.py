@@ -57,13 +57,12 @@ class TopView:
         """All that is shown, as it is printed with --json. Rates are per second; None: not known."""
         steps = self._last_steps()
         pool, queue, latency = self.state["pool"], self.state["queue"], self.state["latency"]
-        seconds = self._seconds()
         return {
             "t": self.t,
             "model": self.state["model"]["name"] if self.state["model"] else None,
-            "output_tokens_per_second": self._rate("output_tokens", seconds),
+            "output_tokens_per_second": self._rate("output_tokens"),
             "prefill_tokens_per_second": self._prefill_rate(),
-            "steps_per_second": self._rate("steps", seconds),
+            "steps_per_second": self._rate("steps"),
             "tokens_per_step": _mean([s["num_prefill_tokens"] + s["num_decode_tokens"] for s in steps]),
             "executor_ms": _mean([s["executor_ms"] for s in steps if s["executor_ms"] is not None]),
             "scheduler_ms": _mean([s["schedule_ms"] + s["update_ms"] for s in steps]),
@@ -76,11 +75,6 @@ class TopView:
             "services": self.state["services"] or [],
         }
 
-    def _seconds(self) -> float:
-        """What the window covers so far."""
-        first = next((s.t for s in self._samples if s.t >= self.t - WINDOW), self.t)
-        return self.t - first
-
     def _last_steps(self) -> list[dict[str, Any]]:
         """Those told lately, of the time before the last of them."""
         if not self._steps:
@@ -90,26 +84,27 @@ class TopView:
 
     def _prefill_rate(self) -> float | None:
         """Of the steps told after the first sample, over the time since."""
-        since = max(self.t - WINDOW, self._snapshot)
-        first = next((s.t for s in self._samples if s.t >= since), None)
+        first = self._first(max(self.t - WINDOW, self._snapshot))
         if first is None:
             return None
-        return _per_second(sum(s["num_prefill_tokens"] for told, s in self._steps if told > first), self.t - first)
+        num_tokens = sum(s["num_prefill_tokens"] for told, s in self._steps if told > first.t)
+        return _per_second(num_tokens, self.t - first.t)
 
-    def _first(self, window: float) -> _Sample | None:
-        return next((s for s in self._samples if s.t >= self.t - window), None)
+    def _first(self, since: float) -> _Sample | None:
+        return next((s for s in self._samples if s.t >= since), None)
 
-    def _rate(self, name: str, seconds: float) -> float | None:
-        first = self._first(WINDOW)
+    def _rate(self, name: str) -> float | None:
+        """Over what the window covers so far."""
+        first = self._first(self.t - WINDOW)
         if first is None:
             return None
-        return _per_second(self._samples[-1].counters[name] - first.counters[name], seconds)
+        return _per_second(self._samples[-1].counters[name] - first.counters[name], self.t - first.t)
 
     def _hit_rate(self) -> float | None:
         """Of the last minute's prompt tokens, or of all since the scheduler's start where there were none."""
         if not self._samples:
             return None
-        last, first = self._samples[-1].counters, self._first(CACHE_WINDOW)
+        last, first = self._samples[-1].counters, self._first(self.t - CACHE_WINDOW)
         queries, hits = last["prefix_cache_queries"], last["prefix_cache_hits"]
         if first is not None and queries > first.counters["prefix_cache_queries"]:
             queries -= first.counters["prefix_cache_queries"]

@@ -86,10 +86,8 @@ class Trace:
         for step in steps:
             events += _scheduler_part(step)
             events += _executor_part(step, offset)
-        requests = _Spans(REQUESTS, "request", SPANS)
-        events += requests.build(sorted(self._request_events, key=lambda e: e[0]), self.last_t)
-        streams = _Spans(GATEWAY, "stream", STREAM_SPANS)
-        events += streams.build(sorted(self._stream_events, key=lambda e: e[0]), self.last_t)
+        events += _Spans(REQUESTS, "request", SPANS).build(self._request_events, self.last_t)
+        events += _Spans(GATEWAY, "stream", STREAM_SPANS).build(self._stream_events, self.last_t)
         events += _work(self._spans)
         for t, name, values in self._counters:
             events.append({"ph": "C", "pid": SCHEDULER, "ts": _us(t), "name": name, "args": values})
@@ -201,7 +199,7 @@ class _Spans:
     def build(self, events: Iterable[tuple[float, str, str]], end: float) -> list[dict[str, Any]]:
         open_spans: dict[str, str] = {}
         found: list[dict[str, Any]] = []
-        for t, key, what in events:
+        for t, key, what in sorted(events, key=lambda e: e[0]):
             if key in open_spans:
                 found.append(self._event("e", open_spans.pop(key), key, t))
             else:
