@@ -81,20 +81,23 @@ class StructuredRows:
         """What the next token of each structured row among `rows` may be; None where there is none. Waits."""
         if not self._rows:
             return None
-        req_indices = rows.tolist()
-        places = [place for place, req_index in enumerate(req_indices) if req_index in self._rows]
-        if not places:
+        found = [
+            (place, row)
+            for place, req_index in enumerate(rows.tolist())
+            if (row := self._rows.get(req_index)) is not None
+        ]
+        if not found:
             return None
-        for place in places:
-            self._rows[req_indices[place]].wait()
+        for _, row in found:
+            row.wait()
         if self._advanced is not None:
             self._advanced.result()
         # Of a row that has failed no token counts, and others are not to be troubled by it.
-        usable = [place for place in places if not self._rows[req_indices[place]].failure]
-        bits = np.zeros((len(usable), self._num_bytes), np.uint8)
-        for i, place in enumerate(usable):
-            bits[i] = self._rows[req_indices[place]].bits
-        return AllowedTokens(np.array(usable, np.int64), bits)
+        usable = [(place, row) for place, row in found if not row.failure]
+        bits = np.empty((len(usable), self._num_bytes), np.uint8)
+        for i, (_, row) in enumerate(usable):
+            bits[i] = row.bits
+        return AllowedTokens(np.array([place for place, _ in usable], np.int64), bits)
 
     def failure(self, req_index: int) -> str:
         """Why the row cannot go on; empty when it can. As of the last call of `allowed`."""
@@ -144,7 +147,6 @@ class _Row:
         self._num_tokens = num_tokens
         self._mask = np.zeros(-(-(num_tokens + 1) // 32) * 4, np.uint8)
         self._view, self._pointer = self._mask.data, self._mask.ctypes.data
-        self.bits[len(self._mask) :] = 0
         self._end_ids = {i for i in self._end_ids if 0 <= i < num_tokens}
         if outputs and not self._matcher.consume_tokens(outputs):
             self.failure = "the outputs so far do not follow its structured output"
