@@ -328,17 +328,31 @@ inline void ask_for(Ahead* ahead, const uint8_t* strip) {
     for (int line = 0; line < 2048; line += 64) _mm_prefetch((const char*)strip + kPrefetchBytes + line, _MM_HINT_T0);
 }
 
-// 16 or 32 rows of x times the strip; the rows are there, if only as padding.
+// 16 or 32 rows of x times the strip; the rows are there, if only as padding. With kKeeps the rows are read past the
+// first cache, where the strip then stays for the next block.
+template <bool kKeeps>
 void tile_block(const uint8_t* strip, const uint16_t* x, int stride, int num_steps, int rows, Ahead* ahead,
                 float* out) {
     const long row_bytes = 2L * stride;
     const uint16_t* lower = x + 16L * stride;
+    const auto load_upper = [&](int step) {
+        if constexpr (kKeeps)
+            _tile_stream_loadd(4, x + step * 32, row_bytes);
+        else
+            _tile_loadd(4, x + step * 32, row_bytes);
+    };
+    const auto load_lower = [&](int step) {
+        if constexpr (kKeeps)
+            _tile_stream_loadd(5, lower + step * 32, row_bytes);
+        else
+            _tile_loadd(5, lower + step * 32, row_bytes);
+    };
     _tile_zero(0);
     _tile_zero(1);
     if (rows <= 16) {
         for (int step = 0; step < num_steps; ++step, strip += 2048) {
             ask_for(ahead, strip);
-            _tile_loadd(4, x + step * 32, row_bytes);
+            load_upper(step);
             _tile_loadd(6, strip, 128);
             _tile_loadd(7, strip + 64, 128);
             _tile_dpbf16ps(0, 4, 6);
@@ -349,12 +363,12 @@ void tile_block(const uint8_t* strip, const uint16_t* x, int stride, int num_ste
         _tile_zero(3);
         for (int step = 0; step < num_steps; ++step, strip += 2048) {
             ask_for(ahead, strip);
-            _tile_loadd(4, x + step * 32, row_bytes);
+            load_upper(step);
             _tile_loadd(6, strip, 128);
             _tile_loadd(7, strip + 64, 128);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, lower + step * 32, row_bytes);
+            load_lower(step);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
@@ -378,12 +392,14 @@ void multiply_strip(const Matrix& matrix, const Activations& x, int num_rows, in
     }
     const int num_steps = matrix.padded_inner / 32, num_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
     Ahead next(matrix, strip + 1, num_blocks * num_steps);
-    Ahead* ahead = continues && num_blocks >= kManyBlocks ? &next : nullptr;
+    const bool many = num_blocks >= kManyBlocks;
+    Ahead* ahead = continues && many ? &next : nullptr;
+    const auto multiply_block = many ? tile_block<true> : tile_block<false>;
     for (int first = 0; first < num_rows; first += kRowBlock) {
         const int rows = num_rows - first < kRowBlock ? num_rows - first : kRowBlock;
         const uint16_t* block = x.bf16 + (size_t)first * x.stride;
         if (tiles) {
-            tile_block(weights, block, x.stride, num_steps, rows, ahead, values);
+            multiply_block(weights, block, x.stride, num_steps, rows, ahead, values);
         } else if (matrix.format == Format::kBf16) {
             bf16_block(weights, block, x.stride, matrix.padded_inner / 2, rows, values);
         } else {
