@@ -70,6 +70,7 @@ def main() -> None:
         settings.curve_keys,
         settings.drain_timeout,
         runner.times,
+        runner.use_idle_time,
     )
     sources = (
         service_source(identity, lambda: [("scheduler", service.link)]),

@@ -9,13 +9,15 @@ IntArray = npt.NDArray[np.int64]
 
 
 class BlockTable:
-    """`table` [max_num_seqs, max_blocks_per_seq] int32, `num_blocks` [max_num_seqs]; unused entries are 0."""
+    """`table` [max_num_seqs, max_blocks_per_seq] int32, `num_blocks` [max_num_seqs]; unused entries are 0. `highest`
+    is the largest id that was ever appended."""
 
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
         self.block_size = block_size
         self.max_blocks_per_seq = max_blocks_per_seq
         self.table = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
+        self.highest = 0
         # What a copy elsewhere has not been told yet, where there is one: see `follow`.
         self._appended: list[tuple[IntArray, IntArray]] | None = None
 
@@ -42,6 +44,7 @@ class BlockTable:
         """Appends block_ids[i] to the table of rows[i]; a row may be named several times. There must be room."""
         if not len(rows):
             return
+        self.highest = max(self.highest, int(block_ids.max()))
         order = np.argsort(rows, kind="stable")
         ordered = rows[order]
         starts = np.flatnonzero(np.diff(ordered, prepend=-1))

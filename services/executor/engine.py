@@ -59,6 +59,9 @@ class Engine(Protocol):
     def add_rows(self, req_indices: Sequence[int]) -> None:
         """New rows, whose sampling state is in the batch."""
 
+    def use_idle_time(self) -> bool:
+        """Some milliseconds of what a later step would have to do; whether there is more of it."""
+
     def forward(self, step: Step) -> Forward: ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -107,6 +110,9 @@ class TorchEngine:
 
     def add_rows(self, req_indices: Sequence[int]) -> None:
         pass
+
+    def use_idle_time(self) -> bool:
+        return False
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Forward:

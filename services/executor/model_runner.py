@@ -55,6 +55,10 @@ class ModelRunner:
         self._batch.clear()
         self._hashes.clear_rows()
 
+    def use_idle_time(self) -> bool:
+        """To be called where nothing is in flight; whether there is more to do."""
+        return self._engine.use_idle_time()
+
     def offers(self) -> tuple[bytes, bytes]:
         """Blocks that hold a whole known prefix; see `Granted`."""
         return self._hashes.offers()

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
 
 from quartet.services.executor.loop import ExecutorLoop
@@ -22,6 +23,8 @@ DRAIN_DECISION = 0.3
 LEAVE_POLL = 0.02
 # After so many seconds without a plan no traced row is decoding any more.
 REST = 0.5
+# After so many the time may be used for something else.
+QUIET = 0.03
 
 _log = get_logger()
 
@@ -41,10 +44,16 @@ class ExecutorService:
         curve_keys: str = "",
         drain_timeout: float = 30.0,
         times: StepTimes | None = None,
+        use_idle_time: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`use_idle_time` is called while nothing comes, for some milliseconds' work each time, until it says that
+        there is no more to do."""
         self._loop = loop
         self._times = StepTimes() if times is None else times
         self._timing = StepTiming(self._times)
+        self._use_idle_time = use_idle_time
+        self._may_prepare = True
+        self._is_quiet = False
         self._report_due = False
         # Who waits for the answers of loop.in_flight, in its order.
         self._askers: deque[Peer] = deque()
@@ -85,10 +94,10 @@ class ExecutorService:
                 self._handle(*self._inbox.popleft())
             else:
                 self._times.spent("host")
-                woken = self._link.wait(self._patience())
+                self._is_quiet = not self._link.wait(self._patience())
+                if self._is_quiet and not self._stopping and not self._loop.in_flight:
+                    self._rest()
                 self._times.spent("idle")
-                if not woken and self._loop.spans is not None and not self._loop.in_flight:
-                    self._loop.spans.end_all()
             if self._report_due:
                 self._report_due = False
                 self._report()
@@ -105,7 +114,18 @@ class ExecutorService:
         if self._stopping:
             return LEAVE_POLL
         spans = self._loop.spans
-        return REST if spans is not None and spans.any else None
+        if spans is not None and spans.any:
+            return REST
+        if self._may_prepare:
+            return 0.0 if self._is_quiet else QUIET
+        return None
+
+    def _rest(self) -> None:
+        spans = self._loop.spans
+        if spans is not None and spans.any:
+            spans.end_all()
+        elif self._may_prepare:
+            self._may_prepare = self._use_idle_time()
 
     def _handle(self, peer: Peer, message: AnyMessage) -> None:
         if not peer.alive:
@@ -117,6 +137,7 @@ class ExecutorService:
             return
         if isinstance(message, StepPlan):
             self._timing.begin(message)
+            self._may_prepare = True
         answer = self._loop.handle(message)
         self._timing.pause()
         if isinstance(message, Takeover):

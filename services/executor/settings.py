@@ -57,6 +57,14 @@ class ExecutorSettings(CommonSettings, frozen=True, kw_only=True):
     kv_memory_fraction: Annotated[
         float, Meta(description="share of the memory left after loading that KV memory may take", gt=0, le=1)
     ] = 0.25
+    kv_prefault_bytes: Annotated[
+        int,
+        Meta(
+            description="bytes of KV memory beyond what was used that the compiled kernels take from the system while "
+            "nothing runs, so that no step waits for its pages; 0: none",
+            ge=0,
+        ),
+    ] = 1 << 30
     gpu_memory_fraction: Annotated[
         float, Meta(description="share of a GPU's memory for weights, activations and KV memory together", gt=0, le=1)
     ] = 0.9

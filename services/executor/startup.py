@@ -81,19 +81,21 @@ def _load_cpu_runner(
         block_size=settings.block_size,
         vocab_size=config.vocab_size,
     )
-    runner = ModelRunner(make_engine(decoder, kv_cache, batch, num_threads), batch)
+    runner = ModelRunner(make_engine(decoder, kv_cache, batch, num_threads, settings.kv_prefault_bytes), batch)
     started = time.monotonic()
     runner.warm_up()
     _log.info("warmed up", seconds=round(time.monotonic() - started, 2))
     return runner, batch, dtype_name
 
 
-def make_engine(decoder: Model, kv_cache: KVCache, batch: InputBatch, num_threads: int) -> Engine:
+def make_engine(
+    decoder: Model, kv_cache: KVCache, batch: InputBatch, num_threads: int, prefault_bytes: int = 0
+) -> Engine:
     """Of the decoder's kind, on the CPU."""
     isa = decoder.isa if isinstance(decoder, NativeDecoder) else None
     sampler = NativeSampler(batch.sampling, num_threads, isa) if can_sample() else None
     if isinstance(decoder, NativeDecoder) and sampler is not None:
-        return NativeEngine(decoder, kv_cache, batch, sampler, StepTimes(decoder.times))
+        return NativeEngine(decoder, kv_cache, batch, sampler, StepTimes(decoder.times), prefault_bytes)
     return TorchEngine(decoder, kv_cache, TorchPagedAttention(), batch, torch.device("cpu"), drawer=sampler)
 
 

@@ -23,6 +23,7 @@ from quartet.services.executor.native.library import (
     detect_isa,
     load_library,
 )
+from quartet.services.executor.native.pool_pages import PoolPages
 
 
 class LoadParameters(Protocol):
@@ -125,7 +126,7 @@ class NativeDecoder:
         self._logits_address = 0
         self._max_logits = 0
         self._cache: KVCache | None = None
-        self._keys = self._values = (c_void_p * 0)()
+        self._kv_pools = (c_void_p * 0)()
 
     def forward(self, batch: ForwardBatch, kv_cache: KVCache, attention: AttentionBackend) -> torch.Tensor:
         """As Decoder.forward; hidden states [T, hidden_size] bfloat16."""
@@ -248,17 +249,19 @@ class NativeDecoder:
         """Tells the step where keys and values are. Raises ValueError where they are not held as needed."""
         if self._cache is not kv_cache:
             self._take_cache(kv_cache)
-        step.keys, step.values = self._keys, self._values
+        step.kv_pools = self._kv_pools
+
+    def pool_pages(self, kv_cache: KVCache, ahead_bytes: int) -> PoolPages:
+        """Of a cache that it uses."""
+        return PoolPages(kv_cache.pools, kv_cache.num_blocks + 1, ahead_bytes, self._library.quartet_populate)
 
     def _take_cache(self, kv_cache: KVCache) -> None:
         if kv_cache.block_size != self._block_size or kv_cache.keys[0].dtype != self.dtype:
             raise ValueError("the cache is not the one that this decoder was made for")
         self._cache = kv_cache
-        for pool in (*kv_cache.keys, *kv_cache.values):
+        for pool in kv_cache.pools:
             self._library.quartet_advise_huge_pages(pool.data_ptr(), pool.nbytes)
-        num_layers = self.config.num_layers
-        self._keys = (c_void_p * num_layers)(*[keys.data_ptr() for keys in kv_cache.keys])
-        self._values = (c_void_p * num_layers)(*[values.data_ptr() for values in kv_cache.values])
+        self._kv_pools = (c_void_p * self.config.num_layers)(*[pool.data_ptr() for pool in kv_cache.pools])
 
     def _extend_angles(self, num_positions: int) -> None:
         half = self.config.head_size // 2

@@ -33,8 +33,9 @@ class NativeEngine:
         batch: InputBatch,
         sampler: NativeSampler,
         times: StepTimes | None = None,
+        prefault_bytes: int = 0,
     ) -> None:
-        """`sampler` is of the batch's sampling state."""
+        """`sampler` is of the batch's sampling state. `prefault_bytes`: see PoolPages."""
         self.times = StepTimes() if times is None else times
         self._decoder = decoder
         self._batch = batch
@@ -60,9 +61,13 @@ class NativeEngine:
             hidden=self._hidden.data_ptr(),
         )
         decoder.use_cache(kv_cache, self._step)
+        self._pages = decoder.pool_pages(kv_cache, prefault_bytes)
 
     def add_rows(self, req_indices: Sequence[int]) -> None:
         pass
+
+    def use_idle_time(self) -> bool:
+        return self._pages.take(self._batch.block_table.highest)
 
     def forward(self, step: input_batch.Step) -> Forward:
         """hidden has more rows than there are tokens: the step's are the first."""

@@ -75,8 +75,7 @@ class Step(Structure):
         ("query_start_loc", c_void_p),
         ("seq_lens", c_void_p),
         ("block_tables", c_void_p),
-        ("keys", POINTER(c_void_p)),
-        ("values", POINTER(c_void_p)),
+        ("kv_pools", POINTER(c_void_p)),
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("hidden", c_void_p),
@@ -151,9 +150,10 @@ def _declare(library: ctypes.CDLL) -> None:
         "quartet_sampler_free": ([c_void_p], None),
         "quartet_sample": ([c_void_p, POINTER(SampleStep)], c_int),
         "quartet_advise_huge_pages": ([c_void_p, c_size_t], None),
+        "quartet_populate": ([c_void_p, c_size_t], c_int),
         "quartet_decoder_times": ([c_void_p, POINTER(c_double)], None),
         "quartet_decoder_read_weights": ([c_void_p], c_size_t),
-        "quartet_attend": ([*[c_int] * 8, *[c_void_p] * 3, c_int, *[c_void_p] * 7], c_int),
+        "quartet_attend": ([*[c_int] * 8, *[c_void_p] * 3, c_int, *[c_void_p] * 6], c_int),
         "quartet_multiply": ([c_int, c_int, c_int, c_int, c_void_p, c_int, c_void_p, c_void_p], c_int),
     }
     for name, (arguments, result) in functions.items():

@@ -68,6 +68,9 @@ class DeviceEngine:
         self._static = torch.empty(0, dtype=torch.uint8, device=device)
         self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
+    def use_idle_time(self) -> bool:
+        return False
+
     @torch.inference_mode()
     def add_rows(self, req_indices: Sequence[int]) -> None:
         self._sampler.add(req_indices)

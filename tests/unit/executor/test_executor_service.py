@@ -153,3 +153,55 @@ def test_a_plan_is_launched_while_the_one_before_is_computed(tmp_path: Path, pla
     loop = serve(tmp_path, fake, OverlappingRunner(), status_file=None)
     assert fake.seen == ["Granted", "StepResult", "0", "StepResult", "1"]
     assert loop.num_steps == 2
+
+
+class PatientScheduler(FakeScheduler):
+    """Sends one plan when it is told to go on, and ends the process when it is told so again."""
+
+    def __init__(self, plans: Any) -> None:
+        super().__init__(plans)
+        self.granted = threading.Event()
+
+    def on_message(self, peer: Peer, message: AnyMessage) -> None:
+        self.seen.append(type(message).__name__)
+        if isinstance(message, Granted):
+            self.peer, self.epoch, self.loop = peer, message.epoch, asyncio.get_running_loop()
+            self.granted.set()
+
+    def go_on(self) -> None:
+        if "StepResult" in self.seen:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.loop.call_soon_threadsafe(lambda: self.peer.send(self.plans.plan(0, epoch=self.epoch)))
+
+
+class IdleTime:
+    """Three pieces of work once the service is taken over, and one after a step; each time all is done the scheduler
+    goes on."""
+
+    def __init__(self, fake: PatientScheduler) -> None:
+        self.fake = fake
+        self.left = 3
+        self.answers: list[bool] = []
+
+    def use(self) -> bool:
+        if not self.fake.granted.is_set():
+            return True
+        self.left -= 1
+        self.answers.append(self.left > 0)
+        if self.left <= 0:
+            self.left = 1
+            self.fake.go_on()
+        return self.answers[-1]
+
+
+@pytest.mark.timeout(30)
+def test_time_in_which_nothing_comes_is_used_again_after_each_step(
+    tmp_path: Path, plans: Any, keep_signals: None
+) -> None:
+    fake = PatientScheduler(plans)
+    idle_time = IdleTime(fake)
+    loop = serve(tmp_path, fake, FakeRunner(), status_file=None, use_idle_time=idle_time.use)
+    assert fake.seen == ["Granted", "StepResult"]
+    assert loop.num_steps == 1
+    assert idle_time.answers == [True, True, False, False]

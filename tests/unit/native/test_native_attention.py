@@ -57,8 +57,7 @@ def attend(isa: Isa, case: Case, num_threads: int = 2, seed: int = 0) -> torch.T
     tables = torch.zeros(len(rows), max(counts) + 1, dtype=torch.int32)
     for row, count in enumerate(counts):
         tables[row, :count] = torch.tensor([ids.pop() for _ in range(count)])
-    pool = (sum(counts) + 1, size, shape.num_kv_heads, shape.head_size)
-    key_pool, value_pool = (torch.full(pool, NAN).bfloat16() for _ in range(2))
+    kv_pool = torch.full((2, sum(counts) + 1, size, shape.num_kv_heads, shape.head_size), NAN).bfloat16()
     out = torch.full((case.query.shape[0] + 2, shape.num_heads, shape.head_size), NAN).bfloat16()
 
     def run(starts: list[int], ends: list[int], query: torch.Tensor, target: torch.Tensor) -> None:
@@ -87,8 +86,7 @@ def attend(isa: Isa, case: Case, num_threads: int = 2, seed: int = 0) -> torch.T
             query.data_ptr(),
             key.data_ptr(),
             value.data_ptr(),
-            key_pool.data_ptr(),
-            value_pool.data_ptr(),
+            kv_pool.data_ptr(),
             target.data_ptr(),
         )
 

@@ -103,6 +103,14 @@ QUARTET_API void quartet_advise_huge_pages(void* data, size_t num_bytes) {
     if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
 }
 
+// Takes pages from the system before they are used (Linux 5.14); what they hold stays. 0 where that is not possible.
+QUARTET_API int quartet_populate(void* data, size_t num_bytes) {
+    constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, which older headers lack
+    const uintptr_t start = reinterpret_cast<uintptr_t>(data) / 4096 * 4096;
+    const uintptr_t end = reinterpret_cast<uintptr_t>(data) + num_bytes;
+    return madvise(reinterpret_cast<void*>(start), end - start, kPopulateWrite) == 0;
+}
+
 // out: cumulative seconds of each Phase.
 QUARTET_API void quartet_decoder_times(const Decoder* decoder, double* out) {
     for (int phase = 0; phase < kNumPhases; ++phase) out[phase] = decoder->times().seconds(phase);
@@ -144,20 +152,20 @@ QUARTET_API int quartet_multiply(int isa, int format, int num_columns, int num_i
     return 1;
 }
 
-// Attention and nothing else, for tests: `key` and `value` [num_tokens, num_kv_heads, head_size] bf16 go to the pools'
+// Attention and nothing else, for tests: `key` and `value` [num_tokens, num_kv_heads, head_size] bf16 go to the pool's
 // slots, then `query` [num_tokens, num_heads, head_size] attends for all rows; out is like query.
 QUARTET_API int quartet_attend(int isa, int num_threads, int num_heads, int num_kv_heads, int head_size, int block_size,
                                int window, int num_rows, const int32_t* query_start_loc, const int32_t* seq_lens,
                                const int32_t* block_tables, int table_width, const int64_t* slot_mapping,
-                               const uint16_t* query, const uint16_t* key, const uint16_t* value, uint16_t* keys,
-                               uint16_t* values, uint16_t* out) {
+                               const uint16_t* query, const uint16_t* key, const uint16_t* value, uint16_t* kv_pool,
+                               uint16_t* out) {
     if (!is_usable(isa) || head_size % 32 || head_size > 512) return 0;
     const Kernels& kernels = kernels_for(isa);
     const CacheShape shape{num_kv_heads, head_size, block_size};
     for (int t = 0; t < query_start_loc[num_rows]; ++t)
         for (int kv_head = 0; kv_head < num_kv_heads; ++kv_head) {
             const size_t at = (static_cast<size_t>(t) * num_kv_heads + kv_head) * head_size;
-            kernels.attention.write_cache(shape, keys, values, slot_mapping[t], kv_head, key + at, value + at);
+            kernels.attention.write_cache(shape, kv_pool, slot_mapping[t], kv_head, key + at, value + at);
         }
     Pool pool(num_threads, kernels.products.release_tiles);
     AttentionPlan plan(kernels.attention, shape, num_heads);
@@ -173,7 +181,7 @@ QUARTET_API int quartet_attend(int isa, int num_threads, int num_heads, int num_
             const AttentionPlan::Work work = plan.work(task);
             const size_t at = static_cast<size_t>(work.first_token) * stride +
                               static_cast<size_t>(work.kv_head) * (num_heads / num_kv_heads) * head_size;
-            plan.attend(task, keys, values, query + at, stride, out + at, stride, isa,
+            plan.attend(task, kv_pool, query + at, stride, out + at, stride, isa,
                         scratch.as<uint8_t>() + thread * scratch_stride);
         });
     kernels.products.release_tiles();

@@ -6,9 +6,9 @@
 namespace quartet {
 namespace {
 
-// A task of few query rows reads memory, and this much of it for each page, KV heads beside each other: the hardware's
-// prefetching works within 4 KiB, and what it reads beyond a short run is of use then.
-constexpr size_t kRunBytes = 4096;
+// A task of few query rows reads memory, and this much of it for each page, KV heads beside each other: what the
+// hardware fetches beyond a short run is of use then.
+constexpr size_t kRunBytes = 8192;
 // Most query rows per KV head of such a task.
 constexpr int kFewRows = 16;
 // What it reads in all: some microseconds' worth, so that even a short context keeps some threads busy.
@@ -20,7 +20,7 @@ constexpr int kLongSplit = 128;
 int group_kv_heads(const CacheShape& shape) {
     int group = 1;
     while (group < shape.num_kv_heads &&
-           (shape.num_kv_heads % group || group * shape.head_elements() * sizeof(uint16_t) < kRunBytes))
+           (shape.num_kv_heads % group || group * shape.head_stride() * sizeof(uint16_t) < kRunBytes))
         ++group;
     return group;
 }
@@ -43,7 +43,7 @@ bool AttentionPlan::make(const AttentionRows& rows, int window) {
     stretches_.clear();
     const int most_tokens = std::max(kQueryRows / heads_per_kv_, 1);
     int few_pages = kLongSplit;
-    while (few_pages > 8 && 2 * sizeof(uint16_t) * few_pages * kv_group_ * shape_.head_elements() > kSplitBytes)
+    while (few_pages > 8 && sizeof(uint16_t) * few_pages * kv_group_ * shape_.head_stride() > kSplitBytes)
         few_pages /= 2;
     size_t num_floats = 0;
     for (int row = 0; row < rows.num_rows; ++row) {
@@ -121,8 +121,8 @@ float* AttentionPlan::partial(const Stretch& stretch, int split, int kv_head) co
     return partials_.as<float>() + stretch.partial + before * query_rows(stretch) * shape_.partial_stride();
 }
 
-void AttentionPlan::attend(int index, const uint16_t* keys, const uint16_t* values, const uint16_t* query,
-                           int token_stride, uint16_t* out, int out_stride, int isa, uint8_t* scratch) {
+void AttentionPlan::attend(int index, const uint16_t* pool, const uint16_t* query, int token_stride, uint16_t* out,
+                           int out_stride, int isa, uint8_t* scratch) {
     const Piece& piece = pieces_[index];
     const Stretch& stretch = stretches_[piece.stretch];
     const int split = stretch.first_split + piece.split;
@@ -146,7 +146,7 @@ void AttentionPlan::attend(int index, const uint16_t* keys, const uint16_t* valu
         if (stretch.num_splits > 1)
             task.partial = partial(stretch, piece.split, piece.kv_head) +
                            static_cast<size_t>(head) * shape_.partial_stride();
-        kernels_.attend(shape_, keys, values, task, scale, isa, scratch);
+        kernels_.attend(shape_, pool, task, scale, isa, scratch);
     }
     if (stretch.num_splits == 1) return;
     std::atomic<int>& left = left_[static_cast<size_t>(piece.stretch) * shape_.num_kv_heads + piece.kv_head];

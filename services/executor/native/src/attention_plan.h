@@ -44,8 +44,8 @@ class AttentionPlan {
     Work work(int task) const;
     // query: bf16, the work's first query head of its first token, token_stride to the next one; out likewise.
     // Any thread, once per task.
-    void attend(int task, const uint16_t* keys, const uint16_t* values, const uint16_t* query, int token_stride,
-                uint16_t* out, int out_stride, int isa, uint8_t* scratch);
+    void attend(int task, const uint16_t* pool, const uint16_t* query, int token_stride, uint16_t* out, int out_stride,
+                int isa, uint8_t* scratch);
 
   private:
     struct Stretch {

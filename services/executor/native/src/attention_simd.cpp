@@ -105,8 +105,8 @@ struct Pages {
         for (int i = 0; i < kChunkPages; ++i) {
             const int page = first + i < task.end_page ? first + i : task.end_page - 1;
             const size_t block = task.block_table[page / per_block];
-            out[i] = pool + (block * per_block + page % per_block) * shape.page_elements() +
-                     (task.kv_head + kv_head) * shape.head_elements();
+            out[i] = pool + (block * per_block + page % per_block) * shape.page_stride() +
+                     (task.kv_head + kv_head) * shape.head_stride();
         }
     }
 };
@@ -161,23 +161,23 @@ size_t scratch_bytes(int head_size) {
     return sizeof(Scratch) + static_cast<size_t>(head_size) * (kQueryRows * (sizeof(Operand) + 4) + kPage * 2) + 64;
 }
 
-void write_cache(const CacheShape& shape, uint16_t* keys, uint16_t* values, int64_t slot, int kv_head,
-                 const uint16_t* key, const uint16_t* value) {
+void write_cache(const CacheShape& shape, uint16_t* pool, int64_t slot, int kv_head, const uint16_t* key,
+                 const uint16_t* value) {
     const int lane = slot % kPage;
-    const size_t head = slot / kPage * shape.page_elements() + kv_head * shape.head_elements();
-    uint32_t* key_out = reinterpret_cast<uint32_t*>(keys + head) + lane;
+    uint16_t* head = pool + slot / kPage * shape.page_stride() + kv_head * shape.head_stride();
+    uint32_t* key_out = reinterpret_cast<uint32_t*>(head) + lane;
     for (int d = 0; d < shape.head_size; d += 2) {
         uint32_t pair;
         __builtin_memcpy(&pair, key + d, 4);
         key_out[d / 2 * kPage] = pair;
     }
     // Another thread may write the other slot of the pair: only the own halves are stored.
-    uint16_t* value_out = values + head + lane / 2 * shape.head_size * 2;
+    uint16_t* value_out = head + shape.values_offset() + lane / 2 * shape.head_size * 2;
     for (int d = 0; d < shape.head_size; d += 16) store_every_second(value_out + 2 * d, value + d, lane % 2);
 }
 
-void attend(const CacheShape& shape, const uint16_t* keys, const uint16_t* values, const AttentionTask& task,
-            float scale, int isa, uint8_t* scratch) {
+void attend(const CacheShape& shape, const uint16_t* pool, const AttentionTask& task, float scale, int isa,
+            uint8_t* scratch) {
     Scratch& s = *reinterpret_cast<Scratch*>(scratch);
     const int head_size = shape.head_size;
     const bool tiles = kHasTiles && (isa & kAmx) && task.num_tokens * task.num_heads > kVectorRows;
@@ -193,9 +193,9 @@ void attend(const CacheShape& shape, const uint16_t* keys, const uint16_t* value
     __builtin_memset(out, 0, sizeof(float) * rows * head_size);
     __builtin_memset(s.total, 0, sizeof s.total[0] * rows);
 
-    const Pages key_pages{shape, task, keys}, value_pages{shape, task, values};
+    const Pages pages{shape, task, pool};
     const uint16_t *key_lists[2][kChunkPages], *value_list[kChunkPages];
-    key_pages.find(task.first_page, 0, key_lists[0]);
+    pages.find(task.first_page, 0, key_lists[0]);
     Chunk chunk;
     chunk.scores = s.scores;
     chunk.weights = s.weights;
@@ -209,8 +209,8 @@ void attend(const CacheShape& shape, const uint16_t* keys, const uint16_t* value
             chunk.keys = key_lists[turn];
             chunk.next_keys = key_lists[turn ^ 1];
             const bool stays = k + 1 < task.num_kv_heads;
-            key_pages.find(stays ? first : first + kChunkPages, stays ? k + 1 : 0, key_lists[turn ^ 1]);
-            value_pages.find(first, k, value_list);
+            pages.find(stays ? first : first + kChunkPages, stays ? k + 1 : 0, key_lists[turn ^ 1]);
+            for (int i = 0; i < kChunkPages; ++i) value_list[i] = chunk.keys[i] + shape.values_offset();
             if (filled < kPage) {
                 copy_filled(value_list[last - first], filled, head_size, s.tail(head_size));
                 value_list[last - first] = s.tail(head_size);

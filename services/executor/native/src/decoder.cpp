@@ -151,8 +151,7 @@ void Decoder::write_key_value(const Step& step, int layer, int token, int kv_hea
     kernels_.rows.rotate_head(raw_key, weight.empty() ? nullptr : weight.data(), config_.rms_norm_eps, step.cos + angle,
                               step.sin + angle, head_size, key);
     kernels_.rows.round(raw_value, head_size, value);
-    kernels_.attention.write_cache(cache_, step.keys[layer], step.values[layer], step.slot_mapping[token], kv_head, key,
-                                   value);
+    kernels_.attention.write_cache(cache_, step.kv_pools[layer], step.slot_mapping[token], kv_head, key, value);
 }
 
 void Decoder::attention(const Step& step, int layer) {
@@ -185,8 +184,8 @@ void Decoder::attention(const Step& step, int layer) {
             }
             query = rotated;
         }
-        plan_.attend(task, step.keys[layer], step.values[layer], query, query_size, attended_.row(token) + offset,
-                     attended_.stride(), config_.isa, scratch);
+        plan_.attend(task, step.kv_pools[layer], query, query_size, attended_.row(token) + offset, attended_.stride(),
+                     config_.isa, scratch);
     });
 }
 

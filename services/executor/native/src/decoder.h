@@ -41,8 +41,7 @@ struct Step {
     const int32_t* query_start_loc;  // [R + 1]
     const int32_t* seq_lens;         // [R]
     const int32_t* block_tables;     // [R, table_width]
-    uint16_t* const* keys;           // a layer's pool each
-    uint16_t* const* values;
+    uint16_t* const* kv_pools;       // a layer's each, see attention.h
     const float* cos;                // [positions, head_size / 2]
     const float* sin;
     uint16_t* hidden;                // out, [T, hidden_size] bf16, normed
