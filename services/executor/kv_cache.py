@@ -16,9 +16,9 @@ class KVCache:
     """Paged keys and values of all layers.
 
     pools[layer]: [2, num_blocks + 1, block_size, num_kv_heads, head_size], contiguous: keys[layer] and
-    values[layer]. Block 0 is the null block: it is never handed out, so padding tokens may write to its
-    slots, and block tables are filled up with it; whatever it holds must never reach a result. Usable ids
-    are 1 to num_blocks.
+    values[layer], unless compiled kernels divide it in their own way (attention.h). Block 0 is the null
+    block: it is never handed out, so padding tokens may write to its slots, and block tables are filled up
+    with it; whatever it holds must never reach a result. Usable ids are 1 to num_blocks.
     A slot is block_id * block_size + offset.
     """
 
@@ -28,7 +28,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_size)
-        # Not zeroed: memory that no block has used yet costs nothing.
+        # Not zeroed: memory that was not taken yet costs nothing.
         self.pools = [_empty((2, *shape), dtype, torch.device(device)) for _ in range(config.num_layers)]
         self.keys = [pool[0] for pool in self.pools]
         self.values = [pool[1] for pool in self.pools]

@@ -52,8 +52,8 @@ class ExecutorService:
         self._times = StepTimes() if times is None else times
         self._timing = StepTiming(self._times)
         self._use_idle_time = use_idle_time
-        self._may_prepare = True
-        self._is_quiet = False
+        # How long nothing must come until it is; None: there is nothing to do.
+        self._rest_after: float | None = QUIET
         self._report_due = False
         # Who waits for the answers of loop.in_flight, in its order.
         self._askers: deque[Peer] = deque()
@@ -94,8 +94,7 @@ class ExecutorService:
                 self._handle(*self._inbox.popleft())
             else:
                 self._times.spent("host")
-                self._is_quiet = not self._link.wait(self._patience())
-                if self._is_quiet and not self._stopping and not self._loop.in_flight:
+                if not self._link.wait(self._patience()) and not self._loop.in_flight:
                     self._rest()
                 self._times.spent("idle")
             if self._report_due:
@@ -116,16 +115,14 @@ class ExecutorService:
         spans = self._loop.spans
         if spans is not None and spans.any:
             return REST
-        if self._may_prepare:
-            return 0.0 if self._is_quiet else QUIET
-        return None
+        return None if self._loop.in_flight else self._rest_after
 
     def _rest(self) -> None:
         spans = self._loop.spans
         if spans is not None and spans.any:
             spans.end_all()
-        elif self._may_prepare:
-            self._may_prepare = self._use_idle_time()
+        elif self._rest_after is not None and not self._stopping:
+            self._rest_after = 0.0 if self._use_idle_time() else None
 
     def _handle(self, peer: Peer, message: AnyMessage) -> None:
         if not peer.alive:
@@ -137,7 +134,7 @@ class ExecutorService:
             return
         if isinstance(message, StepPlan):
             self._timing.begin(message)
-            self._may_prepare = True
+            self._rest_after = QUIET
         answer = self._loop.handle(message)
         self._timing.pause()
         if isinstance(message, Takeover):

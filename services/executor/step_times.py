@@ -13,7 +13,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 class StepTimes:
     """Totals since `clear`; every moment of the thread that runs the steps goes to one phase.
 
-    idle      waiting for a plan
+    idle      waiting for a plan, or using the time
     host      rows, batches, block hashes, results: what is neither of these
     forward   the decoder's layers
     logits    the head, log-probabilities of prompts

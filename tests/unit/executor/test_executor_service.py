@@ -12,11 +12,12 @@ import pytest
 import structlog
 
 from quartet.services.executor.loop import AnsweredStep, ExecutorLoop
-from quartet.services.executor.service import ExecutorService
+from quartet.services.executor.service import QUIET, ExecutorService
 from quartet.services.executor.step_times import StepTimes
 from quartet.shared.link import Identity, Peer, Status
 from quartet.shared.liveness import StatusFile
 from quartet.shared.messages import AnyMessage, Granted, Role, StepPlan, StepResult, Takeover, Vocabulary
+from quartet.shared.thread_dialer import ThreadDialer
 from quartet.shared.transport import Binder
 
 
@@ -205,3 +206,35 @@ def test_time_in_which_nothing_comes_is_used_again_after_each_step(
     assert fake.seen == ["Granted", "StepResult"]
     assert loop.num_steps == 1
     assert idle_time.answers == [True, True, False, False]
+
+
+class HurriedIdleTime(IdleTime):
+    """There is always more to do; the plan comes while some of it is done."""
+
+    def use(self) -> bool:
+        super().use()
+        return True
+
+
+@pytest.mark.timeout(30)
+def test_what_comes_meanwhile_puts_off_the_rest_of_it(
+    tmp_path: Path, plans: Any, keep_signals: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[object] = []
+    wait, handle = ThreadDialer.wait, ExecutorLoop.handle
+
+    def logged_wait(self: ThreadDialer, timeout: float | None = None) -> bool:
+        events.append(timeout)
+        return wait(self, timeout)
+
+    def logged_handle(self: ExecutorLoop, message: Any) -> Any:
+        events.append(type(message).__name__)
+        return handle(self, message)
+
+    monkeypatch.setattr(ThreadDialer, "wait", logged_wait)
+    monkeypatch.setattr(ExecutorLoop, "handle", logged_handle)
+    fake = PatientScheduler(plans)
+    serve(tmp_path, fake, FakeRunner(), status_file=None, use_idle_time=HurriedIdleTime(fake).use)
+    assert fake.seen == ["Granted", "StepResult"]
+    assert 0.0 in events[: events.index("StepPlan")]
+    assert events[events.index("StepPlan") + 1] == QUIET

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from quartet.services.executor.native.library import load_library
@@ -66,10 +68,12 @@ def test_takes_nothing_where_told_so_or_the_system_cannot() -> None:
 def test_pages_are_there_and_what_they_hold_stays() -> None:
     library = load_library()
     assert library is not None
-    pool = torch.empty(4 * PIECE_BYTES, dtype=torch.uint8)
+    pool = torch.frombuffer(mmap.mmap(-1, 4 * PIECE_BYTES), dtype=torch.uint8)
     pool[5] = 77
     before = resident_bytes()
     pages = PoolPages([pool], 4, 4 * PIECE_BYTES, library.quartet_populate)
+    if not pages.take(0):
+        pytest.skip("Linux before 5.14")
     while pages.take(0):
         pass
     assert resident_bytes() - before > 3 * PIECE_BYTES

@@ -295,8 +295,9 @@ void configure_product_tiles() {
     current_tiles = -1;
 }
 
-// With so many blocks of rows a strip takes longer to multiply than to read: the next one is asked for meanwhile. With
-// fewer it is read as it is multiplied, and to ask so early pushes the cache's keys and values out of theirs. Measured.
+// With so many blocks of rows a strip takes longer to multiply than to read: the next one is asked for meanwhile, and it
+// stays in the first cache as far as it fits. With fewer it is read as it is multiplied, and to ask so early pushes the
+// cache's keys and values out of theirs. Measured.
 constexpr int kManyBlocks = 3;
 
 // A strip's lines, asked for in two streams and as evenly as may be while another is multiplied.
@@ -329,7 +330,7 @@ inline void ask_for(Ahead* ahead, const uint8_t* strip) {
 }
 
 // 16 or 32 rows of x times the strip; the rows are there, if only as padding. With kKeeps the rows are read past the
-// first cache, where the strip then stays for the next block.
+// first cache and leave it to the strip.
 template <bool kKeeps>
 void tile_block(const uint8_t* strip, const uint16_t* x, int stride, int num_steps, int rows, Ahead* ahead,
                 float* out) {
