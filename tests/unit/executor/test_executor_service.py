@@ -208,11 +208,13 @@ def test_time_in_which_nothing_comes_is_used_again_after_each_step(
     assert idle_time.answers == [True, True, False, False]
 
 
-class HurriedIdleTime(IdleTime):
-    """There is always more to do; the plan comes while some of it is done."""
+class EndlessIdleTime(IdleTime):
+    """There is always more to do; the scheduler goes on while some of it is done."""
 
     def use(self) -> bool:
-        super().use()
+        if self.fake.granted.is_set() and len(self.answers) == self.fake.seen.count("StepResult"):
+            self.answers.append(True)
+            self.fake.go_on()
         return True
 
 
@@ -234,7 +236,7 @@ def test_what_comes_meanwhile_puts_off_the_rest_of_it(
     monkeypatch.setattr(ThreadDialer, "wait", logged_wait)
     monkeypatch.setattr(ExecutorLoop, "handle", logged_handle)
     fake = PatientScheduler(plans)
-    serve(tmp_path, fake, FakeRunner(), status_file=None, use_idle_time=HurriedIdleTime(fake).use)
+    serve(tmp_path, fake, FakeRunner(), status_file=None, use_idle_time=EndlessIdleTime(fake).use)
     assert fake.seen == ["Granted", "StepResult"]
     assert 0.0 in events[: events.index("StepPlan")]
     assert events[events.index("StepPlan") + 1] == QUIET
