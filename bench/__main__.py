@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.bounds import allowed
-from bench.line import PRECISIONS, Precision, children, idle_cpu, proportional_bytes, serving
+from bench.line import PRECISIONS, Precision, children, idle_cpu, proportional_bytes, serving, settle
 from bench.loads import LOADS, MANY, NUM_BLOCKS, Round, run_round, summary
 from bench.long_stream import run_long_stream
 from bench.report import precision_lines
@@ -109,12 +109,14 @@ def measure(precision: Precision, arguments: argparse.Namespace, log: Path, rate
             row["ready_seconds"].append(line.ready_seconds)
             pids = children(line.process.pid)
             reports = StepReports(pids["executor"], log)
+            settle(pids["executor"])
             if "loads" in parts:
                 row["loads"] = measure_loads(line.address, arguments.loads, arguments.rounds, reports, pids)
                 set_shares(row["loads"], row["bound"])
             if "long" in parts:
                 row["long_stream"] = run_long_stream(line.address, reports)
             if "rest" in parts:
+                settle(pids["executor"])
                 row["idle_cpu_percent"] = idle_cpu(pids, arguments.idle_seconds)
     return row
 

@@ -125,6 +125,16 @@ def proportional_bytes(pid: int) -> int:
     return 1024 * int(next(line.split()[1] for line in rollup.splitlines() if line.startswith("Pss:")))
 
 
+def settle(executor: int, seconds: float = 30.0) -> None:
+    """Until the executor has taken the memory that it takes ahead of its use; for at most so long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        before = cpu_seconds(executor)
+        time.sleep(0.5)
+        if cpu_seconds(executor) - before < 0.02:
+            return
+
+
 def idle_cpu(pids: dict[str, int], seconds: float) -> dict[str, float]:
     """Percent of a core that each process uses while this one waits."""
     before = {role: cpu_seconds(pid) for role, pid in pids.items()}
