@@ -57,6 +57,13 @@ struct PlainSink final : Sink {
 // A mask of Isa that has kernels, and nothing that the CPU lacks.
 bool is_usable(int isa) { return (isa & (kAvx512Bf16 | kAvx2)) && !(isa & ~detect_isa()); }
 
+// Of the whole pages in this memory; whether the system took it.
+bool advise(void* data, size_t num_bytes, int advice) {
+    const uintptr_t start = (reinterpret_cast<uintptr_t>(data) + 4095) / 4096 * 4096;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + num_bytes) / 4096 * 4096;
+    return start >= end || madvise(reinterpret_cast<void*>(start), end - start, advice) == 0;
+}
+
 }  // namespace
 
 QUARTET_API int quartet_isa() { return detect_isa(); }
@@ -97,18 +104,12 @@ QUARTET_API int quartet_decoder_logits(Decoder* decoder, const uint16_t* hidden,
 }
 
 // Asks for huge pages where nothing was written yet: a sequence's pages of a cache lie far from each other. Only advice.
-QUARTET_API void quartet_advise_huge_pages(void* data, size_t num_bytes) {
-    const uintptr_t start = (reinterpret_cast<uintptr_t>(data) + 4095) / 4096 * 4096;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + num_bytes) / 4096 * 4096;
-    if (start < end) madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);
-}
+QUARTET_API void quartet_advise_huge_pages(void* data, size_t num_bytes) { advise(data, num_bytes, MADV_HUGEPAGE); }
 
 // Takes pages from the system before they are used (Linux 5.14); what they hold stays. 0 where that is not possible.
 QUARTET_API int quartet_populate(void* data, size_t num_bytes) {
     constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, which older headers lack
-    const uintptr_t start = reinterpret_cast<uintptr_t>(data) / 4096 * 4096;
-    const uintptr_t end = reinterpret_cast<uintptr_t>(data) + num_bytes;
-    return madvise(reinterpret_cast<void*>(start), end - start, kPopulateWrite) == 0;
+    return advise(data, num_bytes, kPopulateWrite);
 }
 
 // out: cumulative seconds of each Phase.
