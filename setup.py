@@ -13,7 +13,7 @@ FOLDER = Path("services/executor/native/src")
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wno-maybe-uninitialized"]
 # Only files with these names use more than any x86-64 CPU has; nothing in them runs before the CPU was asked.
 AVX512_FLAGS = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mavx512vnni"]
-AVX512_FLAGS += ["-mamx-tile", "-mamx-bf16", "-mfma", "-mf16c", "-mbmi2"]
+AVX512_FLAGS += ["-mamx-tile", "-mamx-bf16", "-mamx-int8", "-mfma", "-mf16c", "-mbmi2"]
 AVX2_FLAGS = ["-mavx2", "-mfma", "-mf16c"]
 
 

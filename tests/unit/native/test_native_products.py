@@ -58,13 +58,42 @@ def test_bf16(isa: Isa, seed: int) -> None:
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-def quantized_by_groups(weight: torch.Tensor) -> torch.Tensor:
-    """8 bits and a bfloat16 scale, rounded up, per 32 of a row; float64."""
-    num_columns, num_inner = weight.shape
-    groups = torch.nn.functional.pad(weight.double(), (0, -num_inner % 32)).view(num_columns, -1, 32)
-    bits = (groups.abs().amax(-1, keepdim=True).float() / 127).view(torch.int32)
-    scale = ((bits + 0xFFFF) >> 16 << 16).view(torch.float32).double()
-    return ((groups / scale).round() * scale).flatten(1)[:, :num_inner]
+def in_groups(matrix: torch.Tensor, group: int) -> torch.Tensor:
+    """[N, K] -> float32 [N, ceil(K / group), group], padded with zeros."""
+    return torch.nn.functional.pad(matrix.float(), (0, -matrix.shape[1] % group)).view(len(matrix), -1, group)
+
+
+def bf16_above(x: torch.Tensor) -> torch.Tensor:
+    return ((x.view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
+
+
+def rounded_rows(x: torch.Tensor, group: int) -> torch.Tensor:
+    """To 8 bits of each group's largest value; float64."""
+    groups = in_groups(x, group)
+    most = groups.abs().amax(-1, keepdim=True)
+    units = (groups * torch.where(most > 0, torch.full_like(most, 127) / most, 0)).round()
+    return (units.double() * (most / 127)).flatten(1)[:, : x.shape[1]]
+
+
+def rounded_weights(weight: torch.Tensor) -> torch.Tensor:
+    """8 bits and a bfloat16 scale, rounded up, per 64 of a row; float64."""
+    groups = in_groups(weight, 64)
+    scale = bf16_above(groups.abs().amax(-1, keepdim=True) / 127)
+    units = (groups * torch.where(scale > 0, 1 / scale, 0)).round()
+    return (units.double() * scale).flatten(1)[:, : weight.shape[1]]
+
+
+def four_bits_in_eight(blocks: torch.Tensor, num_inner: int) -> torch.Tensor:
+    """Q4_1 rows as tiles multiply them: 8 bits and a bfloat16 scale, rounded up, per two blocks; float64 [N, K]."""
+    parts = torch.nn.functional.pad(blocks.view(len(blocks), -1, 20), (0, 0, 0, -(num_inner // 32) % 2))
+    scale, minimum = parts[..., :4].contiguous().view(torch.float16).float().unsqueeze(-1).unbind(-2)
+    units = torch.cat([parts[..., 4:] & 15, parts[..., 4:] >> 4], -1).int()
+    last = (scale.double() * 15 + minimum).float()
+    most = torch.maximum(minimum.abs(), last.abs()).view(len(blocks), -1, 2).amax(-1)
+    unit = bf16_above(most * torch.tensor(1 / 127, dtype=torch.float32)).repeat_interleave(2, 1)[..., None]
+    inverse = torch.where(unit > 0, 1 / unit, 0)
+    step, first = (scale * inverse * 256).round().int(), (minimum * inverse * 256).round().int() + 128
+    return (((units * step + first) >> 8).double() * unit).flatten(1)[:, :num_inner]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -73,14 +102,14 @@ def test_int8(isa: Isa, seed: int) -> None:
     for num_rows, num_columns, num_inner in random_shapes(seed, [7, 32, 50, 64, 100, 576]):
         weight = torch.randn(num_columns, num_inner, generator=generator).bfloat16()
         x = torch.randn(num_rows, num_inner, generator=generator).bfloat16()
-        dequantized = quantized_by_groups(weight)
         found = multiply(isa, Format.INT8, weight, num_columns, x)
-        expected = x.double() @ dequantized.T
-        # The rows are rounded to 8 bits of their group's largest value.
-        assert error(found, expected) < 0.04
-        if isa & Isa.AMX and num_rows > 20:
-            # The weights are rounded to bfloat16, and those half way between two units may go either way.
-            assert error(found, expected) < 0.02
+        if isa & Isa.AMX and num_rows > 64:
+            # Many rows stay bfloat16 and the weights become it, those half way between two units either of them.
+            assert error(found, x.double() @ rounded_weights(weight).T) < 0.02
+        else:
+            group = 64 if isa & Isa.AMX and num_rows > 6 else 32
+            assert error(found, rounded_rows(x, group) @ rounded_weights(weight).T) < 1e-4
+        assert error(found, x.double() @ weight.double().T) < 0.1
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -89,14 +118,18 @@ def test_int4(isa: Isa, seed: int) -> None:
     for num_rows, num_columns, num_inner in random_shapes(seed, [32, 64, 96, 576]):
         floats = torch.randn(num_columns, num_inner, generator=generator)
         blocks = quants.quantize(floats.numpy(), GGMLQuantizationType.Q4_1)
-        dequantized = torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType.Q4_1))
+        dequantized = torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType.Q4_1)).double()
         x = torch.randn(num_rows, num_inner, generator=generator).bfloat16()
         found = multiply(isa, Format.INT4, torch.from_numpy(blocks), num_columns, x)
-        expected = x.double() @ dequantized.double().T
-        assert error(found, expected) < 0.04
-        if isa & Isa.AMX and num_rows > 20:
+        if isa & Isa.AMX and num_rows > 64:
             # The weights are rounded to bfloat16.
-            assert error(found, expected) < 0.01
+            assert error(found, x.double() @ dequantized.T) < 0.01
+        elif isa & Isa.AMX and num_rows > 11:
+            expected = four_bits_in_eight(torch.from_numpy(blocks), num_inner)
+            assert error(found, rounded_rows(x, 64) @ expected.T) < 1e-4
+        else:
+            assert error(found, rounded_rows(x, 32) @ dequantized.T) < 1e-4
+        assert error(found, x.double() @ dequantized.T) < 0.04
 
 
 @pytest.mark.parametrize("format", [Format.BF16, Format.INT8])

@@ -50,7 +50,7 @@ int detect() {
     const bool has_registers = (enabled & kZmmState) == kZmmState;
     if (!has_registers || !has(more.b, {16, 17, 30, 31, 8}) || !has(more.c, {11}) || !has(newest.a, {5})) return isa;
     isa |= kAvx512Bf16 | kVnni;
-    if (has(more.d, {22, 24}) && (enabled & kTileState) == kTileState && may_use_amx()) isa |= kAmx;
+    if (has(more.d, {22, 24, 25}) && (enabled & kTileState) == kTileState && may_use_amx()) isa |= kAmx;
     return isa;
 }
 

@@ -39,34 +39,42 @@ struct GatedSink final : Sink {
 
 // Rows that are normed, or put in another form, by one chunk of a job.
 constexpr int kNormRows = 8;
+// Of a row's units.
+constexpr int kSmallestGroup = 32;
 
 size_t rounded(size_t bytes) { return (bytes + 127) / 128 * 128; }
 
 }  // namespace
 
 void RowBuffer::set_width(int num_inner) {
-    padded_ = (num_inner + kGroup - 1) / kGroup * kGroup;
+    padded_ = (num_inner + kInnerUnit - 1) / kInnerUnit * kInnerUnit;
     // Rows a power of two apart would share few sets of the first cache.
     stride_ = padded_ % 256 ? padded_ : padded_ + 32;
+    int8_stride_ = padded_ % 512 ? padded_ : padded_ + 64;
 }
 
 bool RowBuffer::reserve(int num_rows) {
-    const size_t rows = (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock, groups = padded_ / kGroup;
-    return bf16_.reserve(rows * stride_ * 2) && floats_.reserve(rows * stride_ * 4) && int8_.reserve(rows * padded_) &&
-           scales_.reserve(rows * groups * 4) && sums_.reserve(rows * groups * 4);
+    const size_t rows = (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock, groups = padded_ / kSmallestGroup;
+    return bf16_.reserve(rows * stride_ * 2) && floats_.reserve(rows * stride_ * 4) &&
+           int8_.reserve(rows * int8_stride_) && scales_.reserve(rows * groups * 4) && sums_.reserve(rows * groups * 4);
 }
 
 void RowBuffer::prepare(const RowKernels& kernels, RowForm form, int index) const {
-    const size_t at = index, groups = padded_ / kGroup;
-    if (form == RowForm::kInt8)
-        kernels.quantize(row(index), padded_, int8_.as<int8_t>() + at * padded_, scales_.as<float>() + at * groups,
-                         sums_.as<int32_t>() + at * groups);
-    if (form == RowForm::kFloat) kernels.widen(row(index), padded_, floats_.as<float>() + at * stride_);
+    const size_t at = index, groups = padded_ / kSmallestGroup;
+    switch (form) {
+        case RowForm::kBf16: return;
+        case RowForm::kFloat: return kernels.widen(row(index), padded_, floats_.as<float>() + at * stride_);
+        case RowForm::kInt8By32:
+        case RowForm::kInt8By64:
+            return kernels.quantize(row(index), padded_, form == RowForm::kInt8By32 ? 32 : 64,
+                                    int8_.as<int8_t>() + at * int8_stride_, scales_.as<float>() + at * groups,
+                                    sums_.as<int32_t>() + at * groups);
+    }
 }
 
 Activations RowBuffer::view() const {
-    return {bf16_.as<uint16_t>(), floats_.as<float>(), stride_, int8_.as<int8_t>(), padded_, scales_.as<float>(),
-            sums_.as<int32_t>(), padded_ / kGroup};
+    return {bf16_.as<uint16_t>(), floats_.as<float>(),   stride_,  int8_.as<int8_t>(),
+            int8_stride_,         scales_.as<float>(), sums_.as<int32_t>(), padded_ / kSmallestGroup};
 }
 
 Decoder::Decoder(const DecoderConfig& config)

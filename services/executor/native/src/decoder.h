@@ -58,7 +58,7 @@ class RowBuffer {
     Activations view() const;
 
   private:
-    int padded_ = 0, stride_ = 0;
+    int padded_ = 0, stride_ = 0, int8_stride_ = 0;
     Buffer bf16_, floats_, int8_, scales_, sums_;
 };
 

@@ -48,14 +48,14 @@ bool Matrix::allocate(Arena& arena, Format format_, int num_columns_, int num_in
     format = format_;
     num_columns = num_columns_;
     num_inner = num_inner_;
-    padded_inner = (num_inner + kGroup - 1) / kGroup * kGroup;
+    padded_inner = (num_inner + kInnerUnit - 1) / kInnerUnit * kInnerUnit;
     const int columns_per_strip = paired ? 16 : kStrip, columns = paired ? num_columns / 2 : num_columns;
     num_strips = (columns + columns_per_strip - 1) / columns_per_strip;
     const size_t elements = static_cast<size_t>(padded_inner) * kStrip;
     switch (format) {
         case Format::kBf16: strip_bytes = 2 * elements; break;
-        case Format::kInt8: strip_bytes = padded_inner / kGroup * kInt8GroupBytes; break;
-        case Format::kInt4: strip_bytes = padded_inner / kGroup * kInt4GroupBytes; break;
+        case Format::kInt8: strip_bytes = padded_inner / kInt8Group * kInt8GroupBytes; break;
+        case Format::kInt4: strip_bytes = padded_inner / kInt4Group * kInt4GroupBytes; break;
     }
     const size_t column_bytes = static_cast<size_t>(num_strips) * kStrip * sizeof(float);
     // What is past the last column is computed too; it must be memory, and not NaN for speed's sake.
@@ -70,8 +70,8 @@ void Matrix::pack_bf16_row(int strip_index, int column, const uint16_t* row) {
 }
 
 void Matrix::pack_int8_row(int strip_index, int column, const uint16_t* row) {
-    for (int g = 0; g < padded_inner / kGroup; ++g, row += kGroup) {
-        const int count = num_inner - g * kGroup < kGroup ? num_inner - g * kGroup : kGroup;
+    for (int g = 0; g < padded_inner / kInt8Group; ++g, row += kInt8Group) {
+        const int count = num_inner - g * kInt8Group < kInt8Group ? num_inner - g * kInt8Group : kInt8Group;
         float largest = 0;
         for (int k = 0; k < count; ++k) largest = std::fmax(largest, std::fabs(bf16_to_float(row[k])));
         const uint16_t scale = bf16_above(largest / 127.0f);
@@ -79,15 +79,15 @@ void Matrix::pack_int8_row(int strip_index, int column, const uint16_t* row) {
         uint8_t* group = weights + strip_index * strip_bytes + g * kInt8GroupBytes;
         std::memcpy(group + 2 * column, &scale, 2);
         uint8_t* out = group + 2 * kStrip + 4 * column;
-        for (int k = 0; k < kGroup; ++k) {
+        for (int k = 0; k < kInt8Group; ++k) {
             const float value = k < count ? bf16_to_float(row[k]) * inverse : 0.0f;
-            out[(k / 4) * 4 * kStrip + k % 4] = static_cast<uint8_t>(128 + std::lrintf(value));
+            out[(k / 4) * 4 * kStrip + k % 4] = static_cast<uint8_t>(std::lrintf(value));
         }
     }
 }
 
 void Matrix::pack_int4_row(int strip_index, int column, const uint8_t* blocks) {
-    for (int g = 0; g < padded_inner / kGroup; ++g, blocks += 20) {
+    for (int g = 0; g < num_inner / kInt4Group; ++g, blocks += 20) {
         uint8_t* group = weights + strip_index * strip_bytes + g * kInt4GroupBytes;
         std::memcpy(group + 2 * column, blocks, 2);
         std::memcpy(group + 2 * kStrip + 2 * column, blocks + 2, 2);
@@ -107,21 +107,22 @@ void Matrix::unpack_column(int column, float* out) const {
         }
         case Format::kInt8: {
             for (int k = 0; k < num_inner; ++k) {
-                const uint8_t* group = data + k / kGroup * kInt8GroupBytes;
+                const uint8_t* group = data + k / kInt8Group * kInt8GroupBytes;
                 uint16_t scale;
                 std::memcpy(&scale, group + 2 * c, 2);
-                const int at = k % kGroup;
-                out[k] = bf16_to_float(scale) * (group[2 * kStrip + at / 4 * 4 * kStrip + 4 * c + at % 4] - 128);
+                const int at = k % kInt8Group;
+                const uint8_t unit = group[2 * kStrip + at / 4 * 4 * kStrip + 4 * c + at % 4];
+                out[k] = bf16_to_float(scale) * static_cast<int8_t>(unit);
             }
             return;
         }
         case Format::kInt4: {
             for (int k = 0; k < num_inner; ++k) {
-                const uint8_t* group = data + k / kGroup * kInt4GroupBytes;
+                const uint8_t* group = data + k / kInt4Group * kInt4GroupBytes;
                 uint16_t header[2];
                 std::memcpy(&header[0], group + 2 * c, 2);
                 std::memcpy(&header[1], group + 2 * kStrip + 2 * c, 2);
-                const int byte = k % 16, shift = k % kGroup < 16 ? 0 : 4;
+                const int byte = k % 16, shift = k % kInt4Group < 16 ? 0 : 4;
                 const uint8_t packed = group[4 * kStrip + (c / 16) * 256 + byte / 4 * 64 + (c % 16) * 4 + byte % 4];
                 out[k] = fp16_to_float(header[0]) * ((packed >> shift) & 15) + fp16_to_float(header[1]);
             }

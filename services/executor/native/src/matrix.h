@@ -9,18 +9,21 @@
 namespace quartet {
 
 constexpr int kStrip = 32;    // output columns of a strip: two vectors of 16
-constexpr int kGroup = 32;    // inner elements that share a scale
+// Inner elements that share a scale: of 8 bits as many as a tile of AMX multiplies at once, of 4 bits GGML's.
+constexpr int kInt8Group = 64;
+constexpr int kInt4Group = 32;
+constexpr int kInnerUnit = 64;  // of which rows and matrices have whole ones
 constexpr int kRowBlock = 32;  // rows that a product takes at a time
 // Of a product with one row: so many streams of reads keep the memory busier than one does.
 constexpr int kStripsTogether = 3;
 
 // Bytes of a group of a strip.
-constexpr size_t kInt8GroupBytes = 2 * kStrip + kGroup * kStrip;
-constexpr size_t kInt4GroupBytes = 2 * 2 * kStrip + kGroup * kStrip / 2;
+constexpr size_t kInt8GroupBytes = 2 * kStrip + kInt8Group * kStrip;
+constexpr size_t kInt4GroupBytes = 2 * 2 * kStrip + kInt4Group * kStrip / 2;
 
 enum class Format : int {
     kBf16 = 0,  // [K / 2][32][2] bf16: a line holds two k of 16 columns, as dpbf16ps and AMX want them
-    kInt8 = 1,  // per group of 32 k: 32 bf16 scales, then [8][32 columns][4] value + 128
+    kInt8 = 1,  // per group of 64 k: 32 bf16 scales, then [16][32 columns][4] int8
     kInt4 = 2,  // per group of 32 k: 32 fp16 scales, 32 fp16 minima, then [2 halves][4 lines][16 columns][4]: the low
                 // nibbles are k = 4 * line + i, the high ones 16 more (GGML's Q4_1, columns side by side)
 };
@@ -29,7 +32,7 @@ struct Matrix {
     Format format = Format::kBf16;
     int num_columns = 0;  // N, output features
     int num_inner = 0;    // K
-    int padded_inner = 0;  // K rounded up to a whole group; what is past K is 0
+    int padded_inner = 0;  // K rounded up to a whole unit; what is past K is 0
     int num_strips = 0;
     size_t strip_bytes = 0;
     uint8_t* weights = nullptr;
@@ -41,7 +44,7 @@ struct Matrix {
     // matrices of N / 2 rows, and a strip holds 16 columns of the first, then the same 16 of the second.
     int source_row(int strip, int column, bool paired) const;
 
-    // In the arena; false when memory is short. num_inner must be a multiple of kGroup for kInt4.
+    // In the arena; false when memory is short. num_inner must be a multiple of kInt4Group for kInt4.
     bool allocate(Arena& arena, Format format, int num_columns, int num_inner, bool paired);
 
     // Row `row` of the source, K bf16 values.
@@ -56,10 +59,10 @@ struct Matrix {
 };
 
 // What a product reads rows as.
-enum class RowForm { kBf16, kInt8, kFloat };
+enum class RowForm { kBf16, kFloat, kInt8By32, kInt8By64 };
 
 // Rows that a product reads. `bf16` [M, stride] is always there, padded to a multiple of 32 rows and to
-// padded_inner columns (these 0); the other forms where ProductKernels::row_form says so.
+// padded_inner columns (these 0); the other forms where ProductKernels::row_form says so, padded alike.
 struct Activations {
     const uint16_t* bf16 = nullptr;
     const float* floats = nullptr;   // the same in another form
@@ -67,7 +70,7 @@ struct Activations {
     const int8_t* int8 = nullptr;    // [M, int8_stride]
     int int8_stride = 0;
     const float* scales = nullptr;   // [M, group_stride] value of one unit
-    const int32_t* sums = nullptr;   // [M, group_stride] sum of the group's units
+    const int32_t* sums = nullptr;   // [M, group_stride] sum of the group's units; a group has 32 or 64, see RowForm
     int group_stride = 0;
 };
 

@@ -13,6 +13,8 @@ constexpr int kReadAhead = 1024;
 constexpr int kMostFloatRows = 6;
 constexpr int kMostInt8Rows = 4;
 constexpr int kMostVnniRows = 6;
+// Of a row of 8 bits, elements that share a scale.
+constexpr int kRowGroup = 32;
 
 // Rows are taken in parts of like size, no larger than Most.
 template <int Most, class Body>
@@ -138,36 +140,37 @@ struct Group {
           stride(x.int8_stride),
           group_stride(x.group_stride) {}
 
-    void next() { units_ += kGroup, ++scales_, ++sums_; }
+    void next() { units_ += kRowGroup, ++scales_, ++sums_; }
     const int8_t* units(int row) const { return units_ + row * stride; }
     float scale(int row) const { return scales_[row * group_stride]; }
     int sum(int row) const { return sums_[row * group_stride]; }
 };
 
-// As bf16_rows; out has been set to 0.
+// As bf16_rows, of the rows' group `part` of the weights'; out has been set to 0.
 template <bool Vnni, int Rows, int Vectors>
-ALWAYS_INLINE void int8_group(const uint8_t* group, const Group& x, int first, float* out) {
+ALWAYS_INLINE void int8_group(const uint8_t* group, int part, const Group& x, int first, float* out) {
     __m256i sum[Rows][Vectors];
-    const uint8_t* lines = group + 2 * kStrip + first * 32;
+    const uint8_t* lines = group + 2 * kStrip + part * (kRowGroup / 4) * 128 + first * 32;
 #pragma GCC unroll 8
     for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 4
         for (int v = 0; v < Vectors; ++v)
-            // Stored weights are 128 too large.
+            // Weights are multiplied as if they were 128 larger.
             sum[r][v] = Vnni ? _mm256_set1_epi32(-128 * x.sum(r)) : _mm256_setzero_si256();
 #pragma GCC unroll 8
-    for (int quad = 0; quad < kGroup / 4; ++quad) {
+    for (int quad = 0; quad < kRowGroup / 4; ++quad) {
         for (int line = 0; line < Vectors; line += 2) ask(lines + quad * 128 + line * 32 + kPrefetchBytes);
 #pragma GCC unroll 4
         for (int v = 0; v < Vectors; ++v) {
-            const __m256i stored = _mm256_load_si256((const __m256i*)(lines + quad * 128 + v * 32));
-            // Products of signs on one side only cannot exceed 16 bits: 2 * 128 * 127.
-            const __m256i w = _mm256_xor_si256(stored, _mm256_set1_epi8(-128)), size = _mm256_abs_epi8(w);
+            const __m256i w = _mm256_load_si256((const __m256i*)(lines + quad * 128 + v * 32));
+            const __m256i larger = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+            // Products of signs on one side only cannot exceed 16 bits: 2 * 127 * 127.
+            const __m256i size = _mm256_abs_epi8(w);
 #pragma GCC unroll 8
             for (int r = 0; r < Rows; ++r) {
                 const __m256i a = broadcast4(x.units(r) + quad * 4);
                 if constexpr (Vnni)
-                    dot_int8(sum[r][v], stored, a);
+                    dot_int8(sum[r][v], larger, a);
                 else
                     add_ints(sum[r][v], sum_pairs(_mm256_maddubs_epi16(size, _mm256_sign_epi8(a, w))));
             }
@@ -232,19 +235,19 @@ template <bool Vnni, int Rows>
 void quantized_rows(const Matrix& matrix, int strip, const Activations& x, int first_row, float* out) {
     for (int i = 0; i < Rows * kStrip; i += 16) store(out + i, zeros());
     const uint8_t* weights = matrix.strip(strip);
-    const int num_groups = matrix.padded_inner / kGroup;
     Group group(x, first_row);
     if (matrix.format == Format::kInt8) {
-        for (int g = 0; g < num_groups; ++g, weights += kInt8GroupBytes, group.next()) {
-            if constexpr (Rows <= 2) {
-                int8_group<Vnni, Rows, 4>(weights, group, 0, out);
-            } else {
-                int8_group<Vnni, Rows, 2>(weights, group, 0, out);
-                int8_group<Vnni, Rows, 2>(weights, group, 2, out);
+        for (int g = 0; g < matrix.padded_inner / kInt8Group; ++g, weights += kInt8GroupBytes)
+            for (int part = 0; part < kInt8Group / kRowGroup; ++part, group.next()) {
+                if constexpr (Rows <= 2) {
+                    int8_group<Vnni, Rows, 4>(weights, part, group, 0, out);
+                } else {
+                    int8_group<Vnni, Rows, 2>(weights, part, group, 0, out);
+                    int8_group<Vnni, Rows, 2>(weights, part, group, 2, out);
+                }
             }
-        }
     } else {
-        for (int g = 0; g < num_groups; ++g, weights += kInt4GroupBytes, group.next()) {
+        for (int g = 0; g < matrix.padded_inner / kInt4Group; ++g, weights += kInt4GroupBytes, group.next()) {
             int4_group<Vnni, Rows>(weights, group, 0, out);
             int4_group<Vnni, Rows>(weights, group, 1, out);
         }
@@ -274,14 +277,15 @@ void int8_together(const Matrix& matrix, int strip, const Activations& x, float*
     for (int i = 0; i < kStripsTogether * kStrip; i += 16) store(out + i, zeros());
     const uint8_t* weights = matrix.strip(strip);
     Group group(x, 0);
-    for (int g = 0; g < matrix.padded_inner / kGroup; ++g, weights += kInt8GroupBytes, group.next())
-        for (int s = 0; s < kStripsTogether; ++s)
-            int8_group<Vnni, 1, 4>(weights + s * matrix.strip_bytes, group, 0, out + s * kStrip);
+    for (int g = 0; g < matrix.padded_inner / kInt8Group; ++g, weights += kInt8GroupBytes)
+        for (int part = 0; part < kInt8Group / kRowGroup; ++part, group.next())
+            for (int s = 0; s < kStripsTogether; ++s)
+                int8_group<Vnni, 1, 4>(weights + s * matrix.strip_bytes, part, group, 0, out + s * kStrip);
 }
 
 // --- the table ------------------------------------------------------------------------------------
 
-RowForm row_form(Format format, int, int) { return format == Format::kBf16 ? RowForm::kFloat : RowForm::kInt8; }
+RowForm row_form(Format format, int, int) { return format == Format::kBf16 ? RowForm::kFloat : RowForm::kInt8By32; }
 
 size_t scratch_bytes(const Matrix&) { return 0; }
 

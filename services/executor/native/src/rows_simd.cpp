@@ -64,19 +64,28 @@ void gate_rows(const float* values, int num_rows, const float* bias, int count, 
     }
 }
 
-void quantize(const uint16_t* row, int padded_inner, int8_t* units, float* scales, int32_t* sums) {
-    for (int g = 0; g < padded_inner / kGroup; ++g) {
-        const Floats a = load_bf16(row + g * kGroup), b = load_bf16(row + g * kGroup + 16);
-        const float most = largest(max(abs(a), abs(b)));
+template <int Group>
+void quantize_by(const uint16_t* row, int padded_inner, int8_t* units, float* scales, int32_t* sums) {
+    for (int g = 0; g < padded_inner / Group; ++g, row += Group, units += Group) {
+        const uint32_t bits = static_cast<uint32_t>(largest_magnitude(row, Group)) << 16;
+        float most;
+        std::memcpy(&most, &bits, sizeof most);
         // The reciprocal of less would not be finite.
         const Floats inverse = all(most > 1e-30f ? 127.0f / most : 0.0f);
-        const Ints qa = nearest_ints(mul(a, inverse)), qb = nearest_ints(mul(b, inverse));
-        store_int8(units + g * kGroup, qa);
-        store_int8(units + g * kGroup + 16, qb);
-        // The largest passes over NaN, the result must not.
-        scales[g] = bits(unordered(a, b)) ? __builtin_nanf("") : most / 127.0f;
-        sums[g] = sum(add(qa, qb));
+        Ints total = all_ints(0);
+        for (int i = 0; i < Group / 16; ++i) {
+            const Ints nearest = nearest_ints(mul(load_bf16(row + 16 * i), inverse));
+            store_int8(units + 16 * i, nearest);
+            total = add(total, nearest);
+        }
+        scales[g] = most / 127.0f;
+        sums[g] = sum(total);
     }
+}
+
+void quantize(const uint16_t* row, int padded_inner, int group, int8_t* units, float* scales, int32_t* sums) {
+    group == 32 ? quantize_by<32>(row, padded_inner, units, scales, sums)
+                : quantize_by<64>(row, padded_inner, units, scales, sums);
 }
 
 void widen(const uint16_t* row, int padded_inner, float* out) {
