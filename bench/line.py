@@ -40,11 +40,11 @@ class Precision:
         return LAYER_PARAMETERS * self.layer_bytes + HEAD_PARAMETERS * self.head_bytes
 
 
-# Scales and minima of groups of 32 count as weights.
+# Scales and minima of groups, of 64 in 8 bits and of 32 in 4, count as weights.
 PRECISIONS = {
     "bf16": Precision("bfloat16", "none", 2, 2, ("fp32", "bf16")),
-    "int8": Precision("bfloat16", "int8", 1 + 2 / 32, 1 + 2 / 32, ("fp32", "bf16", "int8")),
-    "int4": Precision("bfloat16", "int4", 0.5 + 4 / 32, 1 + 2 / 32, ("fp32", "bf16", "int8")),
+    "int8": Precision("bfloat16", "int8", 1 + 2 / 64, 1 + 2 / 64, ("fp32", "bf16", "int8")),
+    "int4": Precision("bfloat16", "int4", 0.5 + 4 / 32, 1 + 2 / 64, ("fp32", "bf16", "int8")),
     "fp32": Precision("float32", "none", 4, 4, ("fp32",)),
 }
 

@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--max-tokens", type=int, default=30_000, help="of the text (default %(default)s)")
     parser.add_argument("--window", type=int, default=1024, help="tokens that see each other (default %(default)s)")
-    parser.add_argument("--budget", type=int, default=256, help="tokens in a step: few use other kernels than many")
+    parser.add_argument("--budget", type=int, default=256, help="tokens in a step: 4, 32 and 256 use different kernels")
     parser.add_argument(
         "--isa", choices=["auto", "avx2", "avx512", "amx"], default="auto", help="see the executor's --isa"
     )

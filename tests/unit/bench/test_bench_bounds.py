@@ -13,7 +13,7 @@ def test_one_stream_reads_the_weights() -> None:
         40e9 / (2 * PARAMETERS), abs=0.1
     )
     assert allowed(RATES, PRECISIONS["int8"], "auto")["one_stream_tokens_per_second"] == pytest.approx(
-        40e9 / (PARAMETERS * 34 / 32), abs=0.1
+        40e9 / (PARAMETERS * 66 / 64), abs=0.1
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from support import oracle
 from support.engine import Engine
 
+import bench.perplexity
 from quartet.services.executor.native.decoder import NativeDecoder
 from quartet.services.executor.native.library import detect_isa
 from quartet.services.tokenizer.loaders import load_tokenizer
@@ -63,3 +64,15 @@ def test_quantized_weights_keep_the_perplexity(path, reference, quantization, bu
     native = functools.partial(NativeDecoder, block_size=16, num_threads=2, quantization=quantization)
     engine = Engine(path, dtype="bfloat16", num_blocks=80, budget=budget, native=native)
     assert abs(math.exp(score(engine, ids) - expected) - 1) < 0.01, (quantization, budget)
+
+
+@pytest.mark.skipif(not detect_isa(), reason="no compiled kernels here")
+def test_rows_of_8_bits_keep_the_perplexity(path):
+    """Steps of 32 tokens are multiplied as 8 bits, which costs the most; too little to be seen on a short text."""
+    text = (Path(bench.perplexity.__file__).with_name("data") / "alice.txt").read_text()
+    ids = load_tokenizer(path).tokenizer.encode(text, add_special_tokens=False).ids[:8192]
+    loaded = bench.perplexity.loaders(path, 2, "auto")
+    expected = bench.perplexity.score(loaded["bf16"](), ids, window=1024, budget=256)
+    for quantization in ("int8", "int4"):
+        ours = bench.perplexity.score(loaded[quantization](), ids, window=1024, budget=32)
+        assert abs(math.exp(ours - expected) - 1) < 0.01, quantization

@@ -18,7 +18,7 @@ from quartet.services.executor.native.library import Isa
 from quartet.services.executor.weights import load_decoder, load_with
 
 ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-# head_size 32; neither the hidden size nor the inner one fills whole groups of 32.
+# head_size 32; neither the hidden size nor the inner one fills whole groups of 64.
 SHAPE = {"hidden_size": 100, "intermediate_size": 90, "head_dim": 32, "num_hidden_layers": 2}
 
 

@@ -43,7 +43,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def random_shapes(seed: int, inner: list[int]) -> list[tuple[int, int, int]]:
     rng = random.Random(seed)
-    rows = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 31, 32, 33, 70]
+    rows = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 31, 32, 33, 64, 65, 70]
     return [(m, rng.choice([1, 15, 16, 17, 31, 32, 33, 96, 200]), rng.choice(inner)) for m in rows]
 
 
@@ -132,10 +132,17 @@ def test_int4(isa: Isa, seed: int) -> None:
         assert error(found, x.double() @ dequantized.T) < 0.04
 
 
-@pytest.mark.parametrize("format", [Format.BF16, Format.INT8])
-@pytest.mark.parametrize("num_rows", [1, 5, 20])
+def source(format: Format, num_columns: int, num_inner: int) -> torch.Tensor:
+    weight = torch.randn(num_columns, num_inner, generator=torch.Generator().manual_seed(0))
+    if format is not Format.INT4:
+        return weight.bfloat16()
+    return torch.from_numpy(quants.quantize(weight.numpy(), GGMLQuantizationType.Q4_1))
+
+
+@pytest.mark.parametrize("format", list(Format))
+@pytest.mark.parametrize("num_rows", [1, 5, 20, 70])
 def test_what_is_not_finite_stays_so_in_its_row(isa: Isa, format: Format, num_rows: int) -> None:
-    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = source(format, 48, 64)
     for bad in (NAN, float("inf")):
         x = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
         x[num_rows // 2, 40] = bad
@@ -147,6 +154,34 @@ def test_what_is_not_finite_stays_so_in_its_row(isa: Isa, format: Format, num_ro
         )
         finite = out.isfinite().all(-1)
         assert finite.sum() == num_rows - 1 and not finite[num_rows // 2]
+
+
+@pytest.mark.parametrize("format", list(Format))
+@pytest.mark.parametrize("num_rows", [1, 5, 20, 70])
+def test_large_rows_and_rows_of_zeros(isa: Isa, format: Format, num_rows: int) -> None:
+    weight = source(format, 48, 64)
+    x = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = multiply(isa, format, weight, 48, x)
+    assert torch.equal(multiply(isa, format, weight, 48, x * 0), torch.zeros(num_rows, 48, dtype=torch.float64))
+    torch.testing.assert_close(multiply(isa, format, weight, 48, x * 2.0**120) / 2.0**120, found, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [0x7E00, 0x7FFF, 0x7C00])
+@pytest.mark.parametrize("place", [0, 1, 10, 11])
+@pytest.mark.parametrize("num_rows", [1, 20, 70])
+def test_four_bits_with_a_broken_scale_or_minimum_are_not_finite(isa: Isa, num_rows: int, place: int, bad: int) -> None:
+    """NaN or infinity in column 3: the scale or the minimum of its first or its second block."""
+    blocks = source(Format.INT4, 48, 64)
+    blocks[3].view(torch.int16)[place] = bad
+    x = torch.randn(num_rows, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    library = load_library()
+    assert library is not None
+    out = torch.empty(num_rows, 48)
+    assert library.quartet_multiply(
+        int(isa), int(Format.INT4), 48, 64, blocks.data_ptr(), num_rows, x.data_ptr(), out.data_ptr()
+    )
+    finite = out.isfinite()
+    assert not finite[:, 3].any() and finite[:, :3].all() and finite[:, 4:].all()
 
 
 @pytest.mark.parametrize("format", [Format.BF16, Format.INT8])

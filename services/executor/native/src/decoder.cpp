@@ -39,8 +39,6 @@ struct GatedSink final : Sink {
 
 // Rows that are normed, or put in another form, by one chunk of a job.
 constexpr int kNormRows = 8;
-// Of a row's units.
-constexpr int kSmallestGroup = 32;
 
 size_t rounded(size_t bytes) { return (bytes + 127) / 128 * 128; }
 
@@ -54,19 +52,19 @@ void RowBuffer::set_width(int num_inner) {
 }
 
 bool RowBuffer::reserve(int num_rows) {
-    const size_t rows = (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock, groups = padded_ / kSmallestGroup;
+    const size_t rows = (num_rows + kRowBlock - 1) / kRowBlock * kRowBlock, groups = padded_ / kRowGroup;
     return bf16_.reserve(rows * stride_ * 2) && floats_.reserve(rows * stride_ * 4) &&
            int8_.reserve(rows * int8_stride_) && scales_.reserve(rows * groups * 4) && sums_.reserve(rows * groups * 4);
 }
 
 void RowBuffer::prepare(const RowKernels& kernels, RowForm form, int index) const {
-    const size_t at = index, groups = padded_ / kSmallestGroup;
+    const size_t at = index, groups = padded_ / kRowGroup;
     switch (form) {
         case RowForm::kBf16: return;
         case RowForm::kFloat: return kernels.widen(row(index), padded_, floats_.as<float>() + at * stride_);
         case RowForm::kInt8By32:
         case RowForm::kInt8By64:
-            return kernels.quantize(row(index), padded_, form == RowForm::kInt8By32 ? 32 : 64,
+            return kernels.quantize(row(index), padded_, form == RowForm::kInt8By32 ? kRowGroup : kInt8Group,
                                     int8_.as<int8_t>() + at * int8_stride_, scales_.as<float>() + at * groups,
                                     sums_.as<int32_t>() + at * groups);
     }
@@ -74,7 +72,7 @@ void RowBuffer::prepare(const RowKernels& kernels, RowForm form, int index) cons
 
 Activations RowBuffer::view() const {
     return {bf16_.as<uint16_t>(), floats_.as<float>(),   stride_,  int8_.as<int8_t>(),
-            int8_stride_,         scales_.as<float>(), sums_.as<int32_t>(), padded_ / kSmallestGroup};
+            int8_stride_,         scales_.as<float>(), sums_.as<int32_t>(), padded_ / kRowGroup};
 }
 
 Decoder::Decoder(const DecoderConfig& config)

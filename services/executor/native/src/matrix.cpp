@@ -89,8 +89,13 @@ void Matrix::pack_int8_row(int strip_index, int column, const uint16_t* row) {
 void Matrix::pack_int4_row(int strip_index, int column, const uint8_t* blocks) {
     for (int g = 0; g < num_inner / kInt4Group; ++g, blocks += 20) {
         uint8_t* group = weights + strip_index * strip_bytes + g * kInt4GroupBytes;
-        std::memcpy(group + 2 * column, blocks, 2);
-        std::memcpy(group + 2 * kStrip + 2 * column, blocks + 2, 2);
+        for (int i = 0; i < 2; ++i) {
+            uint16_t value;
+            std::memcpy(&value, blocks + 2 * i, 2);
+            // One NaN for all: others would be rounded to something else.
+            if ((value & 0x7fff) > 0x7c00) value = 0x7e00;
+            std::memcpy(group + 2 * (i * kStrip + column), &value, 2);
+        }
         uint8_t* lines = group + 4 * kStrip + (column / 16) * 256 + (column % 16) * 4;
         for (int line = 0; line < 4; ++line) std::memcpy(lines + 64 * line, blocks + 4 + 4 * line, 4);
     }

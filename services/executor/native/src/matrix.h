@@ -12,6 +12,7 @@ constexpr int kStrip = 32;    // output columns of a strip: two vectors of 16
 // Inner elements that share a scale: of 8 bits as many as a tile of AMX multiplies at once, of 4 bits GGML's.
 constexpr int kInt8Group = 64;
 constexpr int kInt4Group = 32;
+constexpr int kRowGroup = 32;   // of a row of 8 bits, where vectors multiply it
 constexpr int kInnerUnit = 64;  // of which rows and matrices have whole ones
 constexpr int kRowBlock = 32;  // rows that a product takes at a time
 // Of a product with one row: so many streams of reads keep the memory busier than one does.
@@ -70,7 +71,7 @@ struct Activations {
     const int8_t* int8 = nullptr;    // [M, int8_stride]
     int int8_stride = 0;
     const float* scales = nullptr;   // [M, group_stride] value of one unit
-    const int32_t* sums = nullptr;   // [M, group_stride] sum of the group's units; a group has 32 or 64, see RowForm
+    const int32_t* sums = nullptr;   // [M, group_stride] sum of the group's units, for kInt8By32
     int group_stride = 0;
 };
 

@@ -13,8 +13,6 @@ constexpr int kReadAhead = 1024;
 constexpr int kMostFloatRows = 6;
 constexpr int kMostInt8Rows = 4;
 constexpr int kMostVnniRows = 6;
-// Of a row of 8 bits, elements that share a scale.
-constexpr int kRowGroup = 32;
 
 // Rows are taken in parts of like size, no larger than Most.
 template <int Most, class Body>

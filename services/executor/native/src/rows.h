@@ -23,7 +23,7 @@ struct RowKernels {
     // silu(gate) * up of a paired matrix, its first `count` columns of up to 16, to bf16 rows.
     void (*gate)(const float* values, int num_rows, const float* bias, int count, uint16_t* out, size_t stride);
 
-    // bf16 [padded_inner] -> units, and per group of 32 or 64 the value of one and their sum.
+    // bf16 [padded_inner] -> units, and per group of kRowGroup or kInt8Group the value of one; of kRowGroup also their sum.
     void (*quantize)(const uint16_t* row, int padded_inner, int group, int8_t* units, float* scales, int32_t* sums);
     // bf16 [padded_inner] -> float.
     void (*widen)(const uint16_t* row, int padded_inner, float* out);

@@ -1,5 +1,7 @@
 #include "rows.h"
 
+#include <cstring>
+
 #include "matrix.h"
 #include "simd.h"
 
@@ -72,20 +74,20 @@ void quantize_by(const uint16_t* row, int padded_inner, int8_t* units, float* sc
         std::memcpy(&most, &bits, sizeof most);
         // The reciprocal of less would not be finite.
         const Floats inverse = all(most > 1e-30f ? 127.0f / most : 0.0f);
-        Ints total = all_ints(0);
+        [[maybe_unused]] Ints total = all_ints(0);
         for (int i = 0; i < Group / 16; ++i) {
             const Ints nearest = nearest_ints(mul(load_bf16(row + 16 * i), inverse));
             store_int8(units + 16 * i, nearest);
-            total = add(total, nearest);
+            if constexpr (Group == kRowGroup) total = add(total, nearest);
         }
         scales[g] = most / 127.0f;
-        sums[g] = sum(total);
+        if constexpr (Group == kRowGroup) sums[g] = sum(total);
     }
 }
 
 void quantize(const uint16_t* row, int padded_inner, int group, int8_t* units, float* scales, int32_t* sums) {
-    group == 32 ? quantize_by<32>(row, padded_inner, units, scales, sums)
-                : quantize_by<64>(row, padded_inner, units, scales, sums);
+    group == kRowGroup ? quantize_by<kRowGroup>(row, padded_inner, units, scales, sums)
+                       : quantize_by<kInt8Group>(row, padded_inner, units, scales, sums);
 }
 
 void widen(const uint16_t* row, int padded_inner, float* out) {
