@@ -69,6 +69,9 @@ def test_counters_add_up_and_spans_form_a_tree_through_kills(small, tiny_model, 
         eventually(lambda: re.findall(r"url=(\S+/metrics)", stack.log(service).read_text()), 30.0)
         return scrape(re.findall(r"url=(\S+/metrics)", stack.log(service).read_text())[-1])
 
+    def restarted(service):
+        return len(re.findall(r"url=(\S+/metrics)", stack.log(service).read_text())) == 2
+
     def generate(traceparent, **options):
         request = client.request("Once upon a time", temperature=0.0, ignore_eos=True, **options)
         return stub.Generate(request, timeout=120, metadata=(("traceparent", traceparent),))
@@ -102,12 +105,19 @@ def test_counters_add_up_and_spans_form_a_tree_through_kills(small, tiny_model, 
     # A stream through three deaths.
     through_deaths = new_trace()
     stream = generate(through_deaths[0], max_tokens=3000)
-    for victim, span in (("tokenizer", "tokenize"), ("scheduler", "queue"), ("executor", "prefill")):
+    for victim, span, gauge in (
+        ("tokenizer", "tokenize", "tokenizer_added_total"),
+        ("scheduler", "queue", "num_requests_running"),
+        ("executor", "prefill", None),
+    ):
         for _ in range(20):
             next(stream)
         # What a process has not sent dies with it.
         eventually(lambda span=span: seen(collector, through_deaths, span), 30.0)
         stack.restart(victim)
+        if gauge is not None:
+            # Chunks may be at hand from before; the next one dies when this one has the stream.
+            eventually(lambda of=victim, gauge=gauge: restarted(of) and value(metrics(of), gauge) >= 1, 30.0)
     responses = list(stream)
     assert responses[-1].completion.usage.completion_tokens == 3000
 
