@@ -71,8 +71,8 @@ void RowBuffer::prepare(const RowKernels& kernels, RowForm form, int index) cons
 }
 
 Activations RowBuffer::view() const {
-    return {bf16_.as<uint16_t>(), floats_.as<float>(),   stride_,  int8_.as<int8_t>(),
-            int8_stride_,         scales_.as<float>(), sums_.as<int32_t>(), padded_ / kRowGroup};
+    return {bf16_.as<uint16_t>(), floats_.as<float>(), stride_, int8_.as<int8_t>(), int8_stride_, scales_.as<float>(),
+            sums_.as<int32_t>(), padded_ / kRowGroup};
 }
 
 Decoder::Decoder(const DecoderConfig& config)

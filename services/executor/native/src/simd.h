@@ -10,6 +10,12 @@
 
 namespace quartet::QUARTET_ISA {
 
+// Of bf16 values, their number a multiple of 32: the largest without its sign, NaN where there is one.
+inline uint16_t largest_magnitude(const uint16_t* p, int count) {
+    const __m128i inverted = _mm_xor_si128(largest_magnitudes(p, count), _mm_set1_epi16(-1));
+    return static_cast<uint16_t>(~_mm_cvtsi128_si32(_mm_minpos_epu16(inverted)));
+}
+
 // 2^x to about 2e-7; below -126 it stays at 2^-126.
 inline Floats exp2_approx(Floats x) {
     x = max(x, all(-126.0f));

@@ -135,17 +135,13 @@ inline void store_some(float* p, Floats x, int count) {
 // --- 16 and 8 bits --------------------------------------------------------------------------------
 
 inline __m256 widened(__m128i bf16) { return as_floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bf16), 16)); }
-inline uint16_t largest_word(__m128i words) {
-    const __m128i all_ones = _mm_set1_epi16(-1);
-    return static_cast<uint16_t>(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(words, all_ones))));
-}
-// Of bf16 values, their number a multiple of 16: the largest without its sign, NaN where there is one.
-inline uint16_t largest_magnitude(const uint16_t* p, int count) {
+// Of bf16 values without their signs, their number a multiple of 16: eight among which the largest is.
+inline __m128i largest_magnitudes(const uint16_t* p, int count) {
     const __m256i magnitude = _mm256_set1_epi16(0x7fff);
     __m256i most = _mm256_setzero_si256();
     for (int i = 0; i < count; i += 16)
         most = _mm256_max_epu16(most, _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(p + i)), magnitude));
-    return largest_word(_mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1)));
+    return _mm_max_epu16(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
 }
 inline Floats load_bf16(const uint16_t* p) {
     return {widened(_mm_loadu_si128((const __m128i*)p)), widened(_mm_loadu_si128((const __m128i*)(p + 8)))};

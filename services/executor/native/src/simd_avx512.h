@@ -64,21 +64,17 @@ inline void store_where(float* p, Mask mask, Floats x) { _mm512_mask_storeu_ps(p
 
 // --- 16 and 8 bits --------------------------------------------------------------------------------
 
-inline uint16_t largest_word(__m128i words) {
-    const __m128i all_ones = _mm_set1_epi16(-1);
-    return static_cast<uint16_t>(~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(words, all_ones))));
-}
 inline Floats load_bf16(const uint16_t* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
-// Of bf16 values, their number a multiple of 32: the largest without its sign, NaN where there is one.
-inline uint16_t largest_magnitude(const uint16_t* p, int count) {
+// Of bf16 values without their signs, their number a multiple of 32: eight among which the largest is.
+inline __m128i largest_magnitudes(const uint16_t* p, int count) {
     const __m512i magnitude = _mm512_set1_epi16(0x7fff);
     __m512i most = _mm512_setzero_si512();
     for (int i = 0; i < count; i += 32)
         most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(p + i), magnitude));
     const __m256i half = _mm256_max_epu16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
-    return largest_word(_mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+    return _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
 }
 inline __m256i to_bf16(Floats x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 inline void store_bf16(uint16_t* p, Floats x) { _mm256_storeu_si256((__m256i*)p, to_bf16(x)); }
